@@ -1,0 +1,300 @@
+"""Kernels of tree speculation behind one front door each; `implementation` picks the form, results agree.
+
+- "reference": token-by-token loops in numpy, slow by design, not traceable; the oracle of the tests.
+- "xla": jnp; runs and trains on every device.
+- "auto": the fastest form that supports the arguments, today always "xla".
+
+Layouts. The batch is the first axis, nodes or tokens the second, heads the third. Value head h uses key head
+h // (value_heads / key_heads), query head h uses key/value head h // (heads / kv_heads). A recurrent state is
+[batch, value_heads, key, value], key axis first. Nodes are in topological order: a parent's index is smaller than its
+children's, and node 0 is the root.
+
+Arithmetic. The gated delta rule is computed in float32 whatever the dtype of the inputs, its matrix products without
+tf32. Attention multiplies in its inputs' dtype, and accumulates and normalises in float32.
+
+The gated delta rule, per value head, with q and k l2-normalised here and q multiplied by key^-0.5:
+S ← e^g S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq (Yang et al. 2024, arXiv 2412.06464). Log-decays below −88 count as
+−88. On a tree each node continues from its parent's S, the root from the committed one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import reference, xla, xla_attention
+from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "GdnChunkResult",
+    "GdnTreeResult",
+    "Prefix",
+    "default_implementation",
+    "gdn_chunk",
+    "gdn_commit",
+    "gdn_tree_verify",
+    "l2_normalise",
+    "tree_attention",
+    "tree_conv",
+]
+
+type Implementation = Literal["auto", "xla", "reference"]
+
+
+def default_implementation() -> Implementation:
+    """The form that "auto" stands for on this device."""
+    return "xla"
+
+
+def l2_normalise(x: Float[Array, "... key"], *, implementation: Implementation = "auto") -> Float[Array, "... key"]:
+    """Unit vectors along the last axis in float32, x · rsqrt(Σ x² + 1e-6).
+
+    Args:
+        x: vectors of any length.
+        implementation: see the module.
+
+    Raises:
+        ValueError: unknown implementation.
+    """
+    return _choose(implementation, xla.l2_normalise, reference.l2_normalise)(x)
+
+
+def gdn_tree_verify(
+    query: Float[Array, "batch nodes key_heads key"],
+    key: Float[Array, "batch nodes key_heads key"],
+    value: Float[Array, "batch nodes value_heads value"],
+    log_decay: Float[Array, "batch nodes value_heads"],
+    beta: Float[Array, "batch nodes value_heads"],
+    ancestors: Bool[Array, "batch nodes nodes"],
+    state: Float[Array, "batch value_heads key value"],
+    *,
+    implementation: Implementation = "auto",
+) -> GdnTreeResult:
+    """Gated delta rule on every root-to-node path of a tree at once; the state is read, never written.
+
+    Args:
+        query: raw queries.
+        key: raw keys.
+        value: values.
+        log_decay: g ≤ 0, natural logarithm of the decay.
+        beta: write strengths in [0, 1].
+        ancestors: row i is true at i and at its ancestors. A row that holds only itself, or nothing, belongs to an
+            unused node: its outputs are finite and mean nothing, and no other node sees it.
+        state: committed state, in which the root is not yet.
+        implementation: see the module.
+
+    Returns:
+        Outputs, updates and path decays, float32; a commit takes the last two.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown implementation.
+    """
+    _check_heads(query, key, value)
+    _check_gates(value, log_decay, beta)
+    _check_shape("ancestors", ancestors, (*value.shape[:2], value.shape[1]), "batch, nodes, nodes")
+    _check_state(state, key, value)
+    verify = _choose(implementation, xla.gdn_tree_verify, reference.gdn_tree_verify)
+    return verify(query, key, value, log_decay, beta, ancestors, state)
+
+
+def gdn_commit(
+    state: Float[Array, "batch value_heads key value"],
+    key: Float[Array, "batch nodes key_heads key"],
+    update: Float[Array, "batch nodes value_heads value"],
+    path_decay: Float[Array, "batch nodes value_heads"],
+    path: Int[Array, "batch steps"],
+    count: Int[Array, " batch"],
+    *,
+    implementation: Implementation = "auto",
+) -> Float[Array, "batch value_heads key value"]:
+    """State after the accepted path: S ← e^{G_leaf} S + Σ_j e^{G_leaf − G_j} k_j u_jᵀ.
+
+    Args:
+        state: the state that verification read.
+        key: raw keys, as given to verification.
+        update: updates that verification returned.
+        path_decay: path decays that it returned.
+        path: node indices, root first; entries at and beyond `count` are ignored.
+        count: accepted nodes; a row with 0 gets its state back bit for bit.
+        implementation: see the module.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown implementation.
+    """
+    _check_heads(key, key, update)
+    _check_state(state, key, update)
+    _check_shape("path_decay", path_decay, update.shape[:3], "batch, nodes, value_heads")
+    _check_shape("path", path, (len(state), *path.shape[1:2]), "batch, steps")
+    _check_shape("count", count, (len(state),), "batch")
+    commit = _choose(implementation, xla.gdn_commit, reference.gdn_commit)
+    return commit(state, key, update, path_decay, path, count)
+
+
+def gdn_chunk(
+    query: Float[Array, "batch tokens key_heads key"],
+    key: Float[Array, "batch tokens key_heads key"],
+    value: Float[Array, "batch tokens value_heads value"],
+    log_decay: Float[Array, "batch tokens value_heads"],
+    beta: Float[Array, "batch tokens value_heads"],
+    valid: Bool[Array, "batch tokens"],
+    state: Float[Array, "batch value_heads key value"],
+    *,
+    implementation: Implementation = "auto",
+) -> GdnChunkResult:
+    """Gated delta rule over a run of text, from a state to a state, differentiable in reverse.
+
+    Args:
+        query: raw queries.
+        key: raw keys.
+        value: values.
+        log_decay: g ≤ 0, natural logarithm of the decay.
+        beta: write strengths in [0, 1].
+        valid: false at padding, which neither decays nor writes and whose outputs mean nothing.
+        state: state before the first token.
+        implementation: see the module.
+
+    Returns:
+        Outputs and the last state, float32.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown implementation.
+    """
+    _check_heads(query, key, value)
+    _check_gates(value, log_decay, beta)
+    _check_shape("valid", valid, value.shape[:2], "batch, tokens")
+    _check_state(state, key, value)
+    chunk = _choose(implementation, xla.gdn_chunk, reference.gdn_chunk)
+    return chunk(query, key, value, log_decay, beta, valid, state)
+
+
+def tree_conv(
+    inputs: Float[Array, "batch nodes channels"],
+    window: Float[Array, "batch window channels"],
+    kernel: Float[Array, "width channels"],
+    taps: Int[Array, "batch nodes width"],
+    *,
+    implementation: Implementation = "auto",
+) -> Float[Array, "batch nodes channels"]:
+    """Depthwise causal convolution along every root-to-node path, then SiLU; sums in float32, inputs' dtype out.
+
+    Args:
+        inputs: channels before the convolution.
+        window: the width − 1 inputs committed last, oldest first.
+        kernel: its last row multiplies the node itself.
+        taps: entry j is the node's j-th ancestor (0: itself); a negative c is row width − 1 + c of the window.
+        implementation: see the module.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown implementation.
+    """
+    batch, nodes, channels = inputs.shape
+    width = kernel.shape[0]
+    _check_shape("window", window, (batch, width - 1, channels), "batch, width - 1, channels")
+    _check_shape("kernel", kernel, (width, channels), "width, channels")
+    _check_shape("taps", taps, (batch, nodes, width), "batch, nodes, width")
+    return _choose(implementation, xla.tree_conv, reference.tree_conv)(inputs, window, kernel, taps)
+
+
+def tree_attention(
+    query: Float[Array, "batch nodes heads head"],
+    key: Float[Array, "batch nodes kv_heads head"],
+    value: Float[Array, "batch nodes kv_heads head"],
+    mask: Bool[Array, "batch nodes nodes"],
+    *,
+    prefix: Prefix | None,
+    window: int = 0,
+    implementation: Implementation = "auto",
+) -> Float[Array, "batch nodes heads head"]:
+    """Softmax attention, scaled by head^-0.5, of the nodes over a committed prefix and over each other.
+
+    Differentiable in reverse without a prefix, or with one of at most one block.
+
+    Args:
+        query: queries after norm and rope.
+        key: the nodes' own keys after norm and rope.
+        value: the nodes' own values.
+        mask: true where node i may see node j; any window is already in it.
+        prefix: committed rows, or none. Node i sees row t if t < length and, with a window, position_i − t < window.
+        window: sliding window over the prefix in positions, the node itself counted; 0 for none.
+        implementation: see the module.
+
+    Returns:
+        The attended values in the queries' dtype; 0 for a node that sees nothing.
+
+    Raises:
+        ValueError: shapes that do not fit, a negative window, or an unknown implementation.
+    """
+    batch, nodes, heads, head = query.shape
+    kv_heads = key.shape[2]
+    if heads % kv_heads:
+        message = f"{heads} query heads do not divide among {kv_heads} key/value heads"
+        raise ValueError(message)
+    if window < 0:
+        message = f"window is {window}, expected a number of positions, or 0 for no window"
+        raise ValueError(message)
+    _check_shape("key", key, (batch, nodes, kv_heads, head), "batch, nodes, kv_heads, head")
+    _check_shape("value", value, key.shape, "batch, nodes, kv_heads, head")
+    _check_shape("mask", mask, (batch, nodes, nodes), "batch, nodes, nodes")
+    if prefix is not None:
+        rows = (batch, kv_heads, prefix.keys.shape[2], head)
+        _check_shape("prefix.keys", prefix.keys, rows, "batch, kv_heads, capacity, head")
+        _check_shape("prefix.values", prefix.values, rows, "batch, kv_heads, capacity, head")
+        _check_shape("prefix.lengths", prefix.lengths, (batch,), "batch")
+        _check_shape("prefix.positions", prefix.positions, (batch, nodes), "batch, nodes")
+    attend = _choose(implementation, xla_attention.tree_attention, reference.tree_attention)
+    return attend(query, key, value, mask, prefix=prefix, window=window)
+
+
+def _choose(implementation: str, fast: Callable, slow: Callable) -> Callable:
+    match implementation:
+        case "auto" | "xla":
+            return fast
+        case "reference":
+            return _on_host(slow)
+        case _:
+            message = f"unknown implementation {implementation!r}, choose from 'auto', 'xla', 'reference'"
+            raise ValueError(message)
+
+
+def _on_host(oracle: Callable) -> Callable:
+    """The numpy oracle as a function of jax arrays."""
+
+    def to_host(x: Array | int) -> np.ndarray | int:
+        return np.asarray(x) if isinstance(x, Array) else x
+
+    def call(*args: Array, **options: Prefix | int | None) -> Array | GdnTreeResult | GdnChunkResult:
+        args, options = jax.tree.map(to_host, (args, options))
+        return jax.tree.map(jnp.asarray, oracle(*args, **options))
+
+    return call
+
+
+def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> None:
+    if x.shape != expected:
+        message = f"{name} has shape {x.shape}, expected {expected} = [{axes}]"
+        raise ValueError(message)
+
+
+def _check_heads(query: Array, key: Array, value: Array) -> None:
+    _check_shape("query", query, key.shape, "batch, nodes, key_heads, key")
+    _check_shape("value", value, (*key.shape[:2], *value.shape[2:4]), "batch, nodes, value_heads, value")
+    if value.shape[2] % key.shape[2]:
+        message = f"{value.shape[2]} value heads do not divide among {key.shape[2]} key heads"
+        raise ValueError(message)
+
+
+def _check_gates(value: Array, log_decay: Array, beta: Array) -> None:
+    _check_shape("log_decay", log_decay, value.shape[:3], "batch, nodes, value_heads")
+    _check_shape("beta", beta, value.shape[:3], "batch, nodes, value_heads")
+
+
+def _check_state(state: Array, key: Array, value: Array) -> None:
+    expected = (value.shape[0], value.shape[2], key.shape[3], value.shape[3])
+    _check_shape("state", state, expected, "batch, value_heads, key, value")
