@@ -1,0 +1,109 @@
+"""What is kept between two rounds, what one forward pass leaves for commit, and how rows enter a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tfm_jax.config import DecodePlan
+
+
+@dataclass_transform(frozen_default=True)
+def pytree_dataclass[Class](cls: type[Class]) -> type[Class]:
+    """Frozen dataclass registered as a pytree; fields with `metadata={"static": True}` belong to its structure.
+
+    Unflattening does not call `__init__`: transformations put objects, shapes and shardings where arrays were, and a
+    run-time type check of the constructor must not see those.
+    """
+    data = dataclasses.dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(data)  # pyrefly: ignore[bad-argument-type]
+    leaves = [field.name for field in fields if not field.metadata.get("static")]
+    static = [field.name for field in fields if field.metadata.get("static")]
+
+    def flatten(value: Class) -> tuple[list, tuple]:
+        children = [(jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in leaves]
+        return children, tuple(getattr(value, name) for name in static)
+
+    def unflatten(aux: tuple, children: Iterable) -> Class:
+        value = object.__new__(data)
+        for name, child in zip((*leaves, *static), (*children, *aux), strict=True):
+            object.__setattr__(value, name, child)
+        return value
+
+    jax.tree_util.register_pytree_with_keys(data, flatten, unflatten)
+    return data
+
+
+@pytree_dataclass
+class KVCache:
+    """Keys (after norm and rope) and values of one attention layer; rows at and beyond a row's length are free."""
+
+    keys: Float[Array, "batch kv_heads capacity head"]
+    values: Float[Array, "batch kv_heads capacity head"]
+
+
+@pytree_dataclass
+class DeltaState:
+    """One Gated DeltaNet layer: recurrent state in float32, key axis first, and the last inputs of the convolution."""
+
+    recurrent: Float[Array, "batch value_heads key value"]
+    conv: Float[Array, "batch window channels"]
+
+
+class KVRows(NamedTuple):
+    """Keys (after norm and rope) and values of the tokens of one forward pass, not yet in any cache."""
+
+    keys: Float[Array, "batch nodes kv_heads head"]
+    values: Float[Array, "batch nodes kv_heads head"]
+
+
+class DeltaTape(NamedTuple):
+    """What commit needs of one Gated DeltaNet layer's tree pass: see `pallas_kernels.gdn_commit`."""
+
+    inputs: Float[Array, "batch nodes channels"]  # before the convolution
+    key: Float[Array, "batch nodes key_heads key"]
+    update: Float[Array, "batch nodes value_heads value"]
+    path_decay: Float[Array, "batch nodes value_heads"]
+
+
+@pytree_dataclass
+class TargetState:
+    """Caches of the target; `lengths` counts the tokens that every one of them holds."""
+
+    lengths: Int[Array, " batch"]
+    layers: tuple[KVCache | DeltaState, ...]
+
+
+@pytree_dataclass
+class DecodeState:
+    """Everything a decode round reads and writes.
+
+    Invariant for a live row: `target.lengths` = rows of the drafter's caches = prompt length + emitted − 1, because the
+    last emitted token (`root`) has not been through the target yet.
+    """
+
+    target: TargetState
+    drafter: tuple[KVCache, ...]
+    root: Int[Array, " batch"]
+    feature: Float[Array, "batch hidden"]  # the target's final-norm output at the last committed token
+    emitted: Int[Array, " batch"]
+    limit: Int[Array, " batch"]  # new tokens wanted
+    done: Bool[Array, " batch"]
+    temperature: Float[Array, " batch"]
+    seed: Int[Array, " batch"]
+    stop_ids: Int[Array, " stops"]
+    plan: DecodePlan = dataclasses.field(metadata={"static": True})
+
+
+def write_rows(cache: KVCache, rows: KVRows, start: Int[Array, " batch"], count: Int[Array, " batch"]) -> KVCache:
+    """Writes the first `count` rows at `start`; the others go out of bounds, where a scatter drops them."""
+    batch, steps = rows.keys.shape[:2]
+    step = jnp.arange(steps)
+    slots = jnp.where(step < count[:, None], start[:, None] + step, cache.keys.shape[2])
+    index = (jnp.arange(batch)[:, None], slice(None), slots)
+    return KVCache(cache.keys.at[index].set(rows.keys, mode="drop"), cache.values.at[index].set(rows.values, mode="drop"))
