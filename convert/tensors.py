@@ -1,0 +1,34 @@
+"""What the two readers have in common: tensors known by their headers, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+
+class TensorInfo(NamedTuple):
+    """Header of one tensor; `dtype` is NumPy's name for the types that convert, else the file's own name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+
+@runtime_checkable
+class TensorReader(Protocol):
+    """A checkpoint on disk."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Headers by name."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """Values of one tensor, in memory of their own.
+
+        Raises:
+            TfmError: the file is damaged.
+        """
+        ...

@@ -1,0 +1,227 @@
+"""Conversion of Hugging Face and Weaver checkpoints gives exactly the stored values."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sources import GOLDENS, HYBRID, LOOP, TRIO, array_files, read_safetensors, read_storages
+
+from convert.pipeline import convert_checkpoint, read_sources
+from tfm_jax._checkpoint_layout import flatten
+from tfm_jax.checkpoint import load_checkpoint
+
+TIED_VL = GOLDENS / "qwen3_5_vl_tied"
+
+
+def convert_flat(directory: Path, **sources: Any) -> dict[str, dict[str, np.ndarray]]:  # noqa: ANN401
+    """Arrays of a float32 conversion by model and dotted path."""
+    convert_checkpoint(out=directory / "out", **sources)
+    loaded = load_checkpoint(directory / "out", "float32")
+    trees = {"target": loaded.target, "drafter": loaded.drafter, "weaver": loaded.weaver}
+    return {name: {path: np.asarray(a) for path, a in flatten(tree).items()} for name, tree in trees.items() if tree}
+
+
+def take_columns(kernel: np.ndarray, *widths: int) -> Iterator[np.ndarray]:
+    """Consecutive column blocks of an [in, out] kernel, each in torch's [out, in]."""
+    assert kernel.shape[1] == sum(widths)
+    for last, width in zip(np.cumsum(widths), widths, strict=True):
+        yield kernel[:, last - width : last].T
+
+
+# Values
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_untied", "qwen3_5_vl_tied", "qwen3_untied", "qwen3_tied"])
+def test_target_values(name: str, tmp_path: Path) -> None:
+    config = json.loads((GOLDENS / name / "config.json").read_text())
+    config = config.get("text_config", config)
+    source = read_safetensors(GOLDENS / name)
+    arrays = convert_flat(tmp_path, target=GOLDENS / name, dtype="float32")["target"]
+    prefix = "model.language_model." if name == "qwen3_5_vl_tied" else "model."
+    equal = np.testing.assert_array_equal
+    equal(arrays["embed_tokens.embedding"], source[f"{prefix}embed_tokens.weight"])
+    equal(arrays["norm.scale"], source[f"{prefix}norm.weight"])
+    if config["tie_word_embeddings"]:
+        assert "lm_head.kernel" not in arrays
+    else:
+        equal(arrays["lm_head.kernel"].T, source["lm_head.weight"])
+    for layer, kind in enumerate(config["layer_types"]):
+        ours = {path.removeprefix(f"layers.{layer}."): a for path, a in arrays.items() if f"layers.{layer}." in path}
+        theirs = {n.removeprefix(f"{prefix}layers.{layer}."): a for n, a in source.items() if n.startswith(prefix)}
+        check_block(ours, theirs, config["intermediate_size"])
+        if kind == "linear_attention":
+            check_delta(ours, theirs, config)
+        else:
+            check_attention(ours, theirs, config)
+
+
+def check_block(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], inner: int) -> None:
+    equal = np.testing.assert_array_equal
+    equal(ours["input_norm.scale"], theirs["input_layernorm.weight"])
+    equal(ours["post_norm.scale"], theirs["post_attention_layernorm.weight"])
+    for part, block in zip(("gate", "up"), take_columns(ours["mlp.gate_up.kernel"], inner, inner), strict=True):
+        equal(block, theirs[f"mlp.{part}_proj.weight"])
+    equal(ours["mlp.down.kernel"].T, theirs["mlp.down_proj.weight"])
+
+
+def check_delta(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], config: dict[str, int]) -> None:
+    equal = np.testing.assert_array_equal
+    heads, value = config["linear_num_value_heads"], config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + value
+    widths = {"qkv": channels, "z": value, "b": heads, "a": heads}
+    blocks = take_columns(ours["mixer.in_proj.kernel"], *widths.values())
+    for part, block in zip(widths, blocks, strict=True):
+        equal(block, theirs[f"linear_attn.in_proj_{part}.weight"])
+    for tap in range(config["linear_conv_kernel_dim"]):
+        equal(ours["mixer.conv.kernel"][tap], theirs["linear_attn.conv1d.weight"][:, 0, tap])
+    equal(ours["mixer.A_log"], theirs["linear_attn.A_log"])
+    equal(ours["mixer.dt_bias"], theirs["linear_attn.dt_bias"])
+    equal(ours["mixer.norm.scale"], theirs["linear_attn.norm.weight"])
+    equal(ours["mixer.out.kernel"].T, theirs["linear_attn.out_proj.weight"])
+
+
+def check_attention(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+    equal = np.testing.assert_array_equal
+    heads, kv_heads, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    gates = [heads * width] if config["model_type"] == "qwen3_5_text" else []
+    blocks = take_columns(ours["mixer.qkv.kernel"], heads * width, *gates, kv_heads * width, kv_heads * width)
+    query, *gate, key, value = blocks
+    stride = width * (1 + len(gate))
+    for head in range(heads):
+        rows = theirs["self_attn.q_proj.weight"][head * stride : (head + 1) * stride]
+        for part, block in enumerate((query, *gate)):
+            equal(block[head * width : (head + 1) * width], rows[part * width : (part + 1) * width])
+    equal(key, theirs["self_attn.k_proj.weight"])
+    equal(value, theirs["self_attn.v_proj.weight"])
+    equal(ours["mixer.q_norm.scale"], theirs["self_attn.q_norm.weight"])
+    equal(ours["mixer.k_norm.scale"], theirs["self_attn.k_norm.weight"])
+    equal(ours["mixer.out.kernel"].T, theirs["self_attn.o_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [
+        ("qwen3_untied", "dflash_on_qwen3_untied"),
+        ("qwen3_5_untied", "dflash_swa_on_qwen3_5_untied"),
+        ("qwen3_5_untied", "tfm/loop_qwen3_5/drafter"),
+    ],
+)
+def test_drafter_values(target: str, drafter: str, tmp_path: Path) -> None:
+    source = read_safetensors(GOLDENS / drafter)
+    arrays = convert_flat(tmp_path, target=GOLDENS / target, drafter=GOLDENS / drafter)["drafter"]
+    equal = np.testing.assert_array_equal
+    equal(arrays["fc.kernel"].T, source["fc.weight"])
+    equal(arrays["hidden_norm.scale"], source["hidden_norm.weight"])
+    equal(arrays["norm.scale"], source["norm.weight"])
+    for layer in range(2):
+        ours = {path.removeprefix(f"layers.{layer}."): a for path, a in arrays.items() if f"layers.{layer}." in path}
+        theirs = {n.removeprefix(f"layers.{layer}."): a for n, a in source.items() if f"layers.{layer}." in n}
+        check_block(ours, theirs, 96)
+        key, value = take_columns(ours["kv.kernel"], 64, 64)
+        equal(key, theirs["self_attn.k_proj.weight"])
+        equal(value, theirs["self_attn.v_proj.weight"])
+        equal(ours["q.kernel"].T, theirs["self_attn.q_proj.weight"])
+        equal(ours["out.kernel"].T, theirs["self_attn.o_proj.weight"])
+        equal(ours["q_norm.scale"], theirs["self_attn.q_norm.weight"])
+        equal(ours["k_norm.scale"], theirs["self_attn.k_norm.weight"])
+
+
+def test_weaver_values(tmp_path: Path) -> None:
+    """Storage numbers follow from the order of the names, which the file's pickle lists in clear text."""
+    arrays = convert_flat(tmp_path, **TRIO, dtype="float32")["weaver"]
+    with zipfile.ZipFile(TRIO["weaver"]) as archive:
+        pickled = archive.read("weaver/data.pkl")
+    places = {name: pickled.index(name.encode()) for name in WEAVER_SHAPES}
+    names = sorted(places, key=places.__getitem__)
+    source = {n: s.reshape(WEAVER_SHAPES[n]) for n, s in zip(names, read_storages(TRIO["weaver"]), strict=True)}
+    equal = np.testing.assert_array_equal
+    for name in ("output_norm", "embed_norm", "out_norm", "blocks.0.norm_attn", "blocks.0.norm_mlp"):
+        equal(arrays[f"{name}.scale"], source[f"{name}.weight"])
+        equal(arrays[f"{name}.bias"], source[f"{name}.bias"])
+    for name in ("token_in", "proposal_in", "blocks.0.fc1", "blocks.0.fc2"):
+        equal(arrays[f"{name}.kernel"].T, source[f"{name}.weight"])
+        equal(arrays[f"{name}.bias"], source[f"{name}.bias"])
+    blocks = take_columns(arrays["blocks.0.qkv.kernel"], 48, 48, 48)
+    for part, block in zip("qkv", blocks, strict=True):
+        equal(block, source[f"blocks.0.{part}_proj.weight"])
+    equal(arrays["blocks.0.out.kernel"].T, source["blocks.0.o_proj.weight"])
+    equal(arrays["query_out.kernel"].T, source["lm_head_query_in.weight"])
+    equal(arrays["pos_emb"], source["pos_emb"])
+    assert sum(a.size for a in arrays.values()) == sum(a.size for a in source.values())
+
+
+WEAVER_SHAPES = (
+    {"pos_emb": (15, 48), "lm_head_query_in.weight": (64, 48)}
+    | {f"{name}.{leaf}": (64,) for name in ("output_norm", "embed_norm") for leaf in ("weight", "bias")}
+    | {f"{name}.weight": (48, 64) for name in ("token_in", "proposal_in")}
+    | {f"{name}.bias": (48,) for name in ("token_in", "proposal_in", "out_norm")}
+    | {"out_norm.weight": (48,)}
+    | {f"blocks.0.{name}.{leaf}": (48,) for name in ("norm_attn", "norm_mlp") for leaf in ("weight", "bias")}
+    | {f"blocks.0.{name}_proj.weight": (48, 48) for name in "qkvo"}
+    | {"blocks.0.fc1.weight": (64, 48), "blocks.0.fc1.bias": (64,)}
+    | {"blocks.0.fc2.weight": (48, 64), "blocks.0.fc2.bias": (48,)}
+)
+
+
+# Files and bits
+
+
+def test_bf16_bits_are_kept_and_the_recurrence_is_float32(tmp_path: Path) -> None:
+    """The stored type of every array, and the stored bits of one, straight from the array files."""
+    report = convert_checkpoint(out=tmp_path / "out", **TRIO)
+    headers = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.rglob("layers.0/*/zarr.json")}
+    kept = {name for name, header in headers.items() if header["data_type"] == "float32"}
+    assert kept == {"mixer.A_log", "mixer.dt_bias", "mixer.norm.scale"}
+    stored = np.fromfile(tmp_path / "out/target/embed_tokens/embedding/c/0/0", "<u2")
+    source = read_safetensors(HYBRID)["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(stored[: source.size], (source.view(np.uint32) >> 16).ravel())
+    assert report.parameters == sum(
+        a.size for d in (HYBRID, TRIO["drafter"]) for a in read_safetensors(d).values()
+    ) + sum(int(np.prod(shape)) for shape in WEAVER_SHAPES.values())
+    assert report.skipped == {}
+
+
+def test_float32_weights_round_to_nearest_even(tmp_path: Path) -> None:
+    convert_checkpoint(out=tmp_path / "out", **TRIO)
+    stored = np.fromfile(tmp_path / "out/weaver/pos_emb/c/0/0", "<u2")[: 15 * 48]
+    exact = read_storages(TRIO["weaver"])[0].view(np.uint32)
+    rounded = (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16
+    np.testing.assert_array_equal(stored, rounded)
+
+
+def test_repeated_conversion_is_byte_identical(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        convert_checkpoint(out=tmp_path / name, **TRIO)
+    assert array_files(tmp_path / "first") == array_files(tmp_path / "second")
+
+
+def test_visual_and_mtp_are_skipped_and_counted(tmp_path: Path) -> None:
+    names = read_safetensors(TIED_VL)
+    report = convert_checkpoint(TIED_VL, tmp_path / "out")
+    assert report.skipped == {
+        "model.visual": sum(name.startswith("model.visual.") for name in names),
+        "mtp": sum(name.startswith("mtp.") for name in names),
+    }
+    text = sum(array.size for name, array in names.items() if name.startswith("model.language_model."))
+    assert report.parameters == text
+    assert load_checkpoint(tmp_path / "out").config.source == {"target": "qwen3_5_vl_tied"}
+
+
+def test_fused_and_separate_weaver_projections_give_the_same_files(tmp_path: Path) -> None:
+    for name in ("weaver_w1", "weaver_w1_fused_qkv"):
+        convert_checkpoint(out=tmp_path / name, **TRIO | {"weaver": GOLDENS / "tfm" / f"{name}.pth"})
+    assert array_files(tmp_path / "weaver_w1/weaver") == array_files(tmp_path / "weaver_w1_fused_qkv/weaver")
+
+
+@pytest.mark.parametrize("name", ["weaver_w1_two_layers", "weaver_w1_short_block", "weaver_w2", "weaver_w2_two_layers"])
+def test_every_weaver_maps(name: str) -> None:
+    _, models = read_sources(HYBRID, LOOP / "drafter", GOLDENS / "tfm" / f"{name}.pth")
+    weaver = models["weaver"]
+    arrays = [weaver.make_parameter(path) for path in weaver.rules]
+    assert sum(a.size for a in arrays) == sum(s.size for s in read_storages(GOLDENS / "tfm" / f"{name}.pth"))
