@@ -1,0 +1,38 @@
+"""Set-up that must precede jax, GPU tests without a GPU, and the checkpoint that end-to-end tests share."""
+
+import os
+from pathlib import Path
+
+# Before any test module imports jax. GPU tests: JAX_PLATFORMS=cuda pytest -m gpu.
+ROOT = Path(__file__).parent.parent
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+import pytest  # noqa: E402 - what it loads may import jax
+
+GOLDENS = ROOT / "tests" / "data" / "goldens"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import jax
+
+        if jax.default_backend() != "gpu":
+            pytest.skip("needs a GPU and JAX_PLATFORMS=cuda")
+
+
+@pytest.fixture(scope="session")
+def loop_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The hybrid golden trio, whose whole loops are in `loop_qwen3_5/golden.npz`, converted in float32."""
+    from convert.pipeline import convert_checkpoint
+
+    out = tmp_path_factory.mktemp("loop") / "out"
+    convert_checkpoint(
+        GOLDENS / "qwen3_5_untied",
+        out,
+        drafter=GOLDENS / "tfm" / "loop_qwen3_5" / "drafter",
+        weaver=GOLDENS / "tfm" / "loop_qwen3_5" / "weaver.pth",
+        dtype="float32",
+    )
+    return out

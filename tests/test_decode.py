@@ -1,0 +1,354 @@
+"""The whole round: goldens, losslessness, commits, batches, stops, and what the compiled program may not do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens import GOLDENS, LOOP_TARGETS, largest_difference, loop_engine
+
+import tfm_jax
+from tfm_jax.config import METHODS, DecodePlan, Method
+from tfm_jax.decode import bind, run_rounds, speculative_round, start_transcript
+from tfm_jax.state import DecodeState, DeltaState
+
+LOOPS = list(LOOP_TARGETS)
+MARGIN = 1e-4  # closer scores may be ordered either way
+NEW = 48
+
+
+@functools.cache
+def loop(name: str) -> dict[str, np.ndarray]:
+    """Arrays of a whole-loop golden."""
+    return dict(np.load(GOLDENS / "tfm" / name / "golden.npz"))
+
+
+def golden_modes() -> list[tuple[str, Method, int, str]]:
+    """Loop, method, budget and golden mode."""
+    return [
+        ("loop_qwen3_5", "tfm", 64, "tree64"),
+        ("loop_qwen3_5", "tfm", 16, "tree16"),
+        ("loop_qwen3_5", "ddtree", 64, "ddtree64"),
+        ("loop_qwen3_5", "chain", 63, "dflash"),
+        ("loop_qwen3", "tfm", 64, "tree64"),
+        ("loop_qwen3", "tfm", 16, "tree16"),
+        ("loop_qwen3", "ddtree", 16, "ddtree16"),
+        ("loop_qwen3", "chain", 63, "dflash"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "method", "budget", "mode"), golden_modes())
+def test_every_round_equals_the_golden_loop(name: str, method: Method, budget: int, mode: str) -> None:
+    golden, engine = loop(name), loop_engine(name)
+    for prompt in range(3):
+        at = f"prompt{prompt}/{mode}"
+        ids = golden[f"prompt{prompt}/ids"].tolist()
+        first, *rounds = list(engine.stream(ids, method=method, budget=budget, max_new_tokens=NEW, ignore_eos=True))
+        emitted = list(first.tokens)
+        for index, step in enumerate(rounds):
+            trace = step.trace
+            assert emitted[-1] == golden[f"{at}/root"][index]
+            whole = len(emitted) + len(step.tokens) < NEW  # the length limit may cut the last round
+            if whole:
+                assert trace.bonus == golden[f"{at}/bonus"][index]
+                assert step.committed == golden[f"{at}/accepted"][index] + 1
+            clear = [golden[f"{at}/{margin}"][index] for margin in ("tree_margin", "pool_margin") if f"{at}/{margin}" in golden]
+            if method == "chain" or (clear and min(clear) > MARGIN):
+                nodes = golden[f"{at}/tree_token"].shape[1]
+                for ours, theirs in (("tokens", "token"), ("parents", "parent"), ("depths", "depth"), ("valid", "valid")):
+                    assert np.array_equal(getattr(trace, ours)[:nodes], golden[f"{at}/tree_{theirs}"][index])
+            if whole and method == "tfm" and min(clear) > MARGIN:
+                path = golden[f"{at}/path"][index]
+                assert trace.path.tolist() == path[path >= 0].tolist()
+            emitted += step.tokens
+        assert emitted == golden[f"prompt{prompt}/greedy_ids"][len(ids) :].tolist()
+        assert len(rounds) == len(golden[f"{at}/root"])
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_inner_quantities_of_the_first_rounds(name: str) -> None:
+    """Drafter, pool, feature and node logits in isolation, before any accumulated difference."""
+    golden, engine = loop(name), loop_engine(name)
+    mode, budget = ("tree64", 64) if name == "loop_qwen3_5" else ("tree16", 16)
+
+    @jax.jit
+    def inspect(params: dict, state: DecodeState) -> tuple[jax.Array, jax.Array]:
+        modules = bind(engine.models, params)
+        config = engine.models.drafter
+        block = jnp.concatenate([state.root[:, None], jnp.full((1, config.depth), config.mask_token_id, jnp.int32)], 1)
+        hidden = modules.drafter.draft(modules.target.embed(block), state.target.lengths, state.drafter)[:, 1:]
+        return hidden, modules.target.logits(hidden)
+
+    for prompt in range(3):
+        at = f"prompt{prompt}/{mode}"
+        state = engine.prefill([golden[f"prompt{prompt}/ids"].tolist()], budget=budget, max_new_tokens=NEW)
+        for index in range(3):
+            assert largest_difference(state.feature[0], golden[f"{at}/f"][index]) < 2e-4
+            hidden, logits = inspect(engine.params, state)
+            assert largest_difference(hidden[0], golden[f"{at}/z"][index]) < 2e-4
+            pool = golden[f"{at}/cand_scores"].shape[-1]
+            scores = np.sort(np.asarray(logits[0]), axis=-1)[:, ::-1][:, :pool]
+            assert largest_difference(scores, golden[f"{at}/cand_scores"][index]) < 2e-4
+            state, output = engine.round(state)
+            assert int(output.count[0]) == golden[f"{at}/accepted"][index] + 1
+
+
+def test_state_after_a_golden_round() -> None:
+    golden, engine = loop("loop_qwen3_5"), loop_engine("loop_qwen3_5")
+    for prompt in range(3):
+        at = f"prompt{prompt}/tree64"
+        state = engine.prefill([golden[f"prompt{prompt}/ids"].tolist()], budget=64, max_new_tokens=NEW)
+        for _ in range(int(golden[f"{at}/state_round"]) + 1):
+            state, _ = engine.round(state)
+        assert state.target.lengths.tolist() == [len(golden[f"{at}/state_ids"])]
+        for index, layer in enumerate(state.target.layers):
+            if isinstance(layer, DeltaState):
+                where = f"{at}/state_after_round/layer{index}"
+                assert largest_difference(layer.recurrent[0], golden[f"{where}/recurrent"]) < 1e-4
+                assert largest_difference(layer.conv[0].T, golden[f"{where}/conv"]) < 1e-4
+
+
+def changed(engine: tfm_jax.Engine, **attributes: object) -> tfm_jax.Engine:
+    """The same engine with other weights or configurations."""
+    other = copy.copy(engine)
+    for name, value in attributes.items():
+        setattr(other, name, value)
+    return other
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [2], list(range(100, 170))]
+BUDGETS = [1, 7, 15, 63, 64, 127]
+
+
+@functools.cache
+def plain(name: str, temperature: float, rows: int) -> list[list[int]]:
+    """What the target alone says, a prompt at a time."""
+    engine = loop_engine(name)
+    options = {"method": "ar", "max_new_tokens": 40, "temperature": temperature, "seed": 11, "ignore_eos": True}
+    return [engine.generate([prompt], **options)[0].token_ids for prompt in PROMPTS[:rows]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["tfm", "ddtree", "chain"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_text_is_the_targets_own_at_every_budget(name: str, method: Method, temperature: float) -> None:
+    """Greedy and sampled: neither method nor budget nor batch changes a token."""
+    engine, expected = loop_engine(name), plain(name, temperature, len(PROMPTS))
+    budgets = BUDGETS if name == "loop_qwen3_5" or method == "tfm" else BUDGETS[1:4]
+    for budget in budgets if method != "chain" else (1, 7, 63):
+        options = {"method": method, "budget": budget, "max_new_tokens": 40, "temperature": temperature, "seed": 11}
+        batch = engine.generate(PROMPTS, **options, ignore_eos=True)
+        assert [generation.token_ids for generation in batch] == expected
+        if budget == 63:
+            alone = engine.generate(PROMPTS[1:2], **options, ignore_eos=True)
+            assert alone[0].token_ids == expected[1]
+            assert alone[0].rounds == batch[1].rounds
+            streamed = [token for step in engine.stream(PROMPTS[3], **options, ignore_eos=True) for token in step.tokens]
+            assert streamed == expected[3]
+
+
+def test_sampled_text_depends_on_seed_and_temperature() -> None:
+    engine = loop_engine("loop_qwen3_5")
+    texts = {
+        (seed, temperature): tuple(
+            engine.generate([PROMPTS[1]], temperature=temperature, seed=seed, max_new_tokens=24, ignore_eos=True)[0].token_ids
+        )
+        for seed in (0, 1)
+        for temperature in (0.0, 1.0, 3.0)
+    }
+    assert texts[0, 0.0] == texts[1, 0.0]
+    assert len(set(texts.values())) == len(texts) - 1
+
+
+def test_two_drafts_equal_one_text() -> None:
+    """A worse drafter costs rounds, never tokens: here its weights are noise."""
+    engine = loop_engine("loop_qwen3_5")
+    rng = np.random.default_rng(0)
+    drafter = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 0.2, x.dtype), engine.params["drafter"])
+    noisy = changed(engine, params=engine.params | {"drafter": drafter})
+    options = {"max_new_tokens": 40, "ignore_eos": True}
+    good, bad = engine.generate([PROMPTS[3]], **options)[0], noisy.generate([PROMPTS[3]], **options)[0]
+    assert good.token_ids == bad.token_ids == plain("loop_qwen3_5", 0.0, 4)[3]
+    assert len(bad.rounds) > len(good.rounds)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_committed_state_is_that_of_plain_decoding(name: str) -> None:
+    """After every round all caches hold what one-token steps over the same tokens leave."""
+    engine = loop_engine(name)
+    options = {"max_new_tokens": 60, "ignore_eos": True, "context": 256}
+    state = engine.prefill([PROMPTS[1]], **options)
+    slow = engine.prefill([PROMPTS[1]], method="ar", **options)
+    accepted = set()
+    for _ in range(12):
+        if bool(state.done[0]):
+            break
+        state, output = engine.round(state)
+        accepted.add(int(output.count[0]))
+        while int(slow.target.lengths[0]) < int(state.target.lengths[0]):
+            slow, _ = engine.round(slow)
+        assert int(slow.root[0]) == int(state.root[0])
+        check_same_caches(state, slow, 1e-4)
+        assert [len(engine.models.drafter.layer_causal)] == [len(state.drafter)]
+    assert len(accepted) > 2
+
+
+def check_same_caches(one: DecodeState, other: DecodeState, gate: float) -> None:
+    """Target caches agree row for row up to the committed length."""
+    length = int(one.target.lengths[0])
+    assert length == int(other.target.lengths[0])
+    for a, b in zip(one.target.layers, other.target.layers, strict=True):
+        if isinstance(a, DeltaState):
+            assert largest_difference(a.recurrent, np.asarray(b.recurrent)) < gate
+            assert largest_difference(a.conv, np.asarray(b.conv)) < gate
+        else:
+            assert largest_difference(a.keys[:, :, :length], np.asarray(b.keys[:, :, :length])) < gate
+            assert largest_difference(a.values[:, :, :length], np.asarray(b.values[:, :, :length])) < gate
+
+
+def test_state_does_not_drift_over_2000_tokens() -> None:
+    engine = loop_engine("loop_qwen3_5")
+    options = {"max_new_tokens": 2000, "ignore_eos": True}
+    models = dataclasses.replace(engine.models, target=dataclasses.replace(engine.models.target, max_positions=4096))
+    long = changed(engine, models=models)
+    ends = []
+    for method in ("tfm", "ar"):
+        state = long.prefill([PROMPTS[1]], method=method, **options)
+        transcript = start_transcript(state, 2000)
+        run = jax.jit(run_rounds, donate_argnums=(1, 2))
+        state, transcript = run(long.params, state, transcript, jnp.asarray(2000, jnp.int32))
+        ends.append((state, np.asarray(transcript.tokens)))
+    (tree, tree_tokens), (slow, slow_tokens) = ends
+    assert np.array_equal(tree_tokens, slow_tokens)
+    for a, b in zip(tree.target.layers, slow.target.layers, strict=True):
+        if isinstance(a, DeltaState):
+            error = np.linalg.norm(np.asarray(a.recurrent - b.recurrent)) / np.linalg.norm(np.asarray(b.recurrent))
+            assert error < 1e-5
+
+
+def test_stops_inside_a_tree_end_the_text() -> None:
+    engine, name = loop_engine("loop_qwen3_5"), "loop_qwen3_5"
+    text = plain(name, 0.0, 4)[3]
+    for position in (0, 5, 17):
+        stop = text[position]
+        expected = text[: text.index(stop) + 1]
+        for method in METHODS:
+            result = engine.generate([PROMPTS[3]], method=method, max_new_tokens=40, stop_token_ids=[stop, 509])[0]
+            assert (result.token_ids, result.finish_reason) == (expected, "stop")
+            assert 1 + sum(stats.committed for stats in result.rounds) == len(expected)
+
+
+def test_length_limit_inside_a_tree() -> None:
+    engine, text = loop_engine("loop_qwen3_5"), plain("loop_qwen3_5", 0.0, 4)[3]
+    for limit in (1, 2, 9, 33):
+        result = engine.generate([PROMPTS[3]], max_new_tokens=limit, ignore_eos=True)[0]
+        assert (result.token_ids, result.finish_reason) == (text[:limit], "length")
+
+
+def test_finished_rows_stay_as_they_are() -> None:
+    engine, text = loop_engine("loop_qwen3_5"), plain("loop_qwen3_5", 0.0, 4)
+    stop = next(token for token in text[3][2:] if token not in text[1])
+    state = engine.prefill([PROMPTS[3], PROMPTS[1]], max_new_tokens=40, stop_token_ids=[stop])
+    while not bool(state.done[0]):
+        state, _ = engine.round(state)
+    row = jax.tree.map(lambda x: np.asarray(x[0]).tobytes(), (state.target, state.drafter, state.root, state.feature))
+    for _ in range(3):
+        state, output = engine.round(state)
+        assert int(output.count[0]) == 0
+    after = jax.tree.map(lambda x: np.asarray(x[0]).tobytes(), (state.target, state.drafter, state.root, state.feature))
+    assert jax.tree.leaves(row) == jax.tree.leaves(after)
+    assert int(state.emitted[1]) > 3
+
+
+def test_mask_token_may_be_generated() -> None:
+    """The drafter's mask id is an ordinary token of the target."""
+    engine = loop_engine("loop_qwen3_5")
+    mask = engine.models.drafter.mask_token_id
+    embedding = engine.params["target"]["lm_head"]["kernel"]
+    text = plain("loop_qwen3_5", 0.0, 4)[3]
+    column = embedding[:, text[3]]
+    kernel = embedding.at[:, mask].set(column * 1.001)  # wins wherever text[3] would
+    target = engine.params["target"] | {"lm_head": {"kernel": kernel}}
+    forced = changed(engine, params=engine.params | {"target": target})
+    results = [forced.generate([PROMPTS[3]], method=m, max_new_tokens=16, ignore_eos=True)[0].token_ids for m in METHODS]
+    assert mask in results[0]
+    assert all(result == results[0] for result in results)
+
+
+def compiled_round(engine: tfm_jax.Engine, method: Method, capacity: int) -> jax.stages.Compiled:
+    """The round, compiled for caches of some capacity, state donated."""
+    state = engine.prefill([PROMPTS[0]], method=method, max_new_tokens=8, context=256, ignore_eos=True)
+
+    def grow(path: tuple, x: jax.Array) -> jax.ShapeDtypeStruct:
+        cache = any(getattr(key, "name", "") in {"keys", "values"} for key in path)
+        shape = (*x.shape[:2], capacity, x.shape[3]) if cache else x.shape
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    grown = jax.tree_util.tree_map_with_path(grow, state)
+    return jax.jit(speculative_round, donate_argnums=1).lower(engine.params, grown).compile()
+
+
+@pytest.mark.parametrize("method", ["tfm", "ar"])
+def test_compiled_round_copies_no_cache(method: Method) -> None:
+    engine = loop_engine("loop_qwen3_5")
+    small, large = (compiled_round(engine, method, capacity) for capacity in (2048, 16384))
+    assert large.memory_analysis().temp_size_in_bytes <= 1.1 * small.memory_analysis().temp_size_in_bytes
+    copies = re.findall(r"\[[0-9,]*\b16384\b[0-9,]*\][^ ]* copy\(", large.as_text())
+    assert copies == []
+
+
+def test_rounds_run_inside_a_users_own_loop() -> None:
+    engine = loop_engine("loop_qwen3_5")
+    state = engine.prefill([PROMPTS[3]], max_new_tokens=40, ignore_eos=True)
+
+    @jax.jit
+    def finish(params: dict, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+        def body(carry: tuple) -> tuple:
+            state, rounds = carry
+            return tfm_jax.speculative_round(params, state)[0], rounds + 1
+
+        return jax.lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, jnp.zeros((), jnp.int32)))
+
+    state, rounds = finish(engine.params, state)
+    expected = engine.generate([PROMPTS[3]], max_new_tokens=40, ignore_eos=True)[0]
+    assert (int(rounds), int(state.root[0])) == (len(expected.rounds), expected.token_ids[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "magic"}, "magic"),
+        ({"budget": 0}, "budget is 0"),
+        ({"budget": 256}, "budget is 256"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": 600}, "603 positions"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"context": 16}, "context is 16"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, words: str) -> None:
+    engine = loop_engine("loop_qwen3_5")
+    with pytest.raises(tfm_jax.TfmError, match=re.escape(words)):
+        engine.generate([[1, 2, 3]], **options)
+
+
+def test_bad_prompts_are_refused() -> None:
+    engine = loop_engine("loop_qwen3_5")
+    for prompts, words in (([], "no prompt"), ([[]], "empty"), ([[1], [512]], "512"), ([[-1]], "-1")):
+        with pytest.raises(tfm_jax.TfmError, match=words):
+            engine.generate(prompts)
+
+
+def test_plan_depths() -> None:
+    """A small budget shortens what is verified, but the Weaver still reads every slot of the drafter's block."""
+    models = loop_engine("loop_qwen3_5").models
+    depths = {method: DecodePlan(models, method, 5, sample=False).depth for method in METHODS}
+    assert depths == {"tfm": 15, "ddtree": 5, "chain": 5, "ar": 0}

@@ -1,0 +1,258 @@
+"""One decode round, and the prefill before the first one.
+
+    propose   the drafter's block gives marginals; a tree of candidate continuations grows from them
+    verify    the target runs over the whole tree in one pass and writes nothing
+    accept    walk from the root along the target's own choices
+    commit    only the accepted path enters the caches of target and drafter
+
+Every function here is pure: `params` is a dict of arrays; the state, which carries its static plan, goes in and comes
+out and may be donated. Positions: the root stands at the committed length L, a node of depth d at L + d, and the choice made at a node
+of position p is the token of position p + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int
+
+from tfm_jax.commit import commit_path, take_nodes
+from tfm_jax.config import DecodePlan, Models
+from tfm_jax.dflash import Drafter, empty_caches
+from tfm_jax.sampling import cut_at_stop, node_choices, walk
+from tfm_jax.state import DecodeState, write_rows
+from tfm_jax.target import Target, empty_target_state
+from tfm_jax.tree import DraftTree, chain_tree, conv_taps, ddtree, top_candidates
+from tfm_jax.weaver import Weaver
+
+Params = dict[str, Any]
+
+
+class Modules(NamedTuple):
+    """The three models; a missing one is None."""
+
+    target: Target
+    drafter: Drafter | None
+    weaver: Weaver | None
+
+
+def bind(models: Models, params: Params) -> Modules:
+    """Modules over the given arrays, for use inside a jitted function."""
+
+    def merge(build: type, config: Any, name: str) -> Any:  # noqa: ANN401 - one of three configurations and modules
+        if config is None or name not in params:
+            return None
+        abstract = nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
+        return nnx.merge(nnx.graphdef(abstract), params[name])
+
+    return Modules(
+        merge(Target, models.target, "target"),
+        merge(Drafter, models.drafter, "drafter"),
+        merge(Weaver, models.weaver, "weaver"),
+    )
+
+
+class RoundOutput(NamedTuple):
+    """What a round emitted, and how.
+
+    `tokens[:, :count]` are new: the accepted path without its root, then the bonus, cut at a stop or the length limit.
+    `path[:, :count]` are the committed nodes, the root first; `accepted` counts drafts accepted before that cut.
+    """
+
+    tokens: Int[Array, "batch steps"]
+    count: Int[Array, " batch"]
+    tree: DraftTree
+    path: Int[Array, "batch steps"]
+    accepted: Int[Array, " batch"]
+    bonus: Int[Array, " batch"]
+
+
+def empty_state(
+    plan: DecodePlan, *, capacity: int, limit: Array, temperature: Array, seed: Array, stop_ids: Array, dtype: DTypeLike
+) -> DecodeState:
+    """State before the first prompt token.
+
+    Args:
+        plan: static choices; `ar` keeps no drafter caches.
+        capacity: rows of every K/V cache: context plus at least one block.
+        limit: [batch] new tokens wanted.
+        temperature: [batch] float32; 0 is greedy.
+        seed: [batch] int32 of the noise field.
+        stop_ids: [stops] token ids that end a row; may be empty.
+        dtype: compute dtype of the models.
+    """
+    batch = limit.shape[0]
+    config = plan.models.target
+    drafter = empty_caches(plan.models.drafter, batch, capacity, dtype) if plan.tap_layers else ()
+    return DecodeState(
+        target=empty_target_state(config, batch, capacity, dtype),
+        drafter=drafter,
+        root=jnp.zeros((batch,), jnp.int32),
+        feature=jnp.zeros((batch, config.hidden_size), dtype),
+        emitted=jnp.zeros((batch,), jnp.int32),
+        limit=limit,
+        done=jnp.zeros((batch,), bool),
+        temperature=temperature,
+        seed=seed,
+        stop_ids=stop_ids,
+        plan=plan,
+    )
+
+
+def prefill_piece(
+    params: Params, state: DecodeState, tokens: Int[Array, "batch piece"], valid: Bool[Array, "batch piece"]
+) -> DecodeState:
+    """Runs the next piece of every prompt; rows are right-padded, and padding leaves every cache untouched."""
+    modules = bind(state.plan.models, params)
+    lengths = state.target.lengths
+    count = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    output = modules.target.prefill(tokens, valid, state.target, tap_layers=state.plan.tap_layers)
+    last = take_nodes(output.hidden, jnp.maximum(count - 1, 0)[:, None])[:, 0]
+    return dataclasses.replace(
+        state,
+        target=output.state,
+        drafter=_extend_context(modules.drafter, state.drafter, output.taps, lengths, count),
+        feature=jnp.where(count[:, None] > 0, last, state.feature),
+    )
+
+
+def emit_first(params: Params, state: DecodeState) -> DecodeState:
+    """Chooses the first new token, the root of the first round, after the last piece of the prompt."""
+    logits = bind(state.plan.models, params).target.logits(state.feature[:, None])
+    depths = jnp.zeros((state.root.shape[0], 1), jnp.int32)
+    root = node_choices(
+        logits, depths, state.target.lengths - 1, state.temperature, state.seed, max_depth=0, sample=state.plan.sample
+    )
+    cut = cut_at_stop(root, jnp.ones_like(state.emitted), state.stop_ids, state.limit)
+    return dataclasses.replace(state, root=root[:, 0], emitted=cut.count, done=cut.done)
+
+
+def speculative_round(params: Params, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
+    """Propose, verify, accept, commit. Finished rows emit nothing and keep their caches bit for bit.
+
+    Args:
+        params: {"target": …, "drafter": …, "weaver": …, "tables": WeaverTables}, as far as the method needs them.
+        state: may be donated.
+    """
+    plan, modules = state.plan, bind(state.plan.models, params)
+    lengths = state.target.lengths
+    tree = propose(modules, params, state)
+    taps = conv_taps(tree.parents, max(plan.models.target.conv_width, 1))
+    verified = modules.target.verify(
+        tree.tokens, lengths[:, None] + tree.depths, tree.ancestors, taps, state.target, tap_layers=plan.tap_layers
+    )
+    choices = node_choices(
+        modules.target.logits(verified.hidden),
+        tree.depths,
+        lengths,
+        state.temperature,
+        state.seed,
+        max_depth=plan.depth,
+        sample=plan.sample,
+    )
+    accepted = walk(tree, choices, max_depth=plan.depth)
+    remaining = jnp.where(state.done, 0, state.limit - state.emitted)
+    cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
+
+    path, count = accepted.path, cut.count
+    last = jnp.maximum(count - 1, 0)[:, None]
+    alive = count > 0
+    leaf = jnp.take_along_axis(path, last, axis=1)
+    context = take_nodes(verified.taps, path)
+    new_state = dataclasses.replace(
+        state,
+        target=commit_path(state.target, verified.values, path, count, taps),
+        drafter=_extend_context(modules.drafter, state.drafter, context, lengths, count),
+        root=jnp.where(alive, jnp.take_along_axis(accepted.tokens, last, axis=1)[:, 0], state.root),
+        feature=jnp.where(alive[:, None], take_nodes(verified.hidden, leaf)[:, 0], state.feature),
+        emitted=state.emitted + count,
+        done=state.done | cut.done,
+    )
+    return new_state, RoundOutput(accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus)
+
+
+def propose(modules: Modules, params: Params, state: DecodeState) -> DraftTree:
+    """The tree of candidate continuations; for `ar` just the root."""
+    plan = state.plan
+    if plan.method == "ar":
+        nothing = jnp.zeros((state.root.shape[0], 0, 1))
+        return chain_tree(state.root, nothing.astype(jnp.int32), nothing, 0)
+    config = modules.drafter.config
+    masks = jnp.full((state.root.shape[0], config.depth), config.mask_token_id, jnp.int32)
+    block = jnp.concatenate([state.root[:, None], masks], axis=1)
+    hidden = modules.drafter.draft(modules.target.embed(block), state.target.lengths, state.drafter)
+    hidden = hidden[:, 1 : 1 + plan.depth]  # slot 0 is the root's own; `chain` verifies a prefix of the block
+    logits = modules.target.logits(hidden)
+    vocab = logits.shape[-1]
+    if plan.method == "chain":
+        candidates = top_candidates(logits, 1)
+        return chain_tree(state.root, candidates.ids, candidates.log_probs, plan.depth)
+    if plan.method == "ddtree":
+        candidates = top_candidates(logits, min(plan.budget, vocab))
+        return ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget)
+    candidates = top_candidates(logits, min(modules.weaver.config.pool_size, vocab))
+    return modules.weaver.build_tree(
+        state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"], budget=plan.budget
+    )
+
+
+class Transcript(NamedTuple):
+    """What the rounds of a batch emitted so far.
+
+    `tokens[:, :emitted]` are all new tokens, the one from prefill first; entry r of `committed` and `nodes` is round r.
+    """
+
+    tokens: Int[Array, "batch limit"]
+    committed: Int[Array, "batch rounds"]
+    nodes: Int[Array, "batch rounds"]
+    rounds: Int[Array, ""]
+
+
+def start_transcript(state: DecodeState, limit: int) -> Transcript:
+    """Transcript after `emit_first`; `limit` is the largest number of new tokens of any row."""
+    batch = state.root.shape[0]
+    blank = jnp.zeros((batch, limit), jnp.int32)  # every round emits at least one token: `limit` rounds are enough
+    return Transcript(blank.at[:, 0].set(state.root), blank, jnp.zeros_like(blank), jnp.zeros((), jnp.int32))
+
+
+def run_rounds(
+    params: Params, state: DecodeState, transcript: Transcript, rounds: Int[Array, ""]
+) -> tuple[DecodeState, Transcript]:
+    """The device-side driver: at most `rounds` more rounds in one `lax.while_loop`, until every row is done."""
+    limit = transcript.tokens.shape[1]
+    last = transcript.rounds + rounds
+
+    def going(carry: tuple[DecodeState, Transcript]) -> Bool[Array, ""]:
+        return jnp.any(~carry[0].done) & (carry[1].rounds < last)
+
+    def body(carry: tuple[DecodeState, Transcript]) -> tuple[DecodeState, Transcript]:
+        state, transcript = carry
+        new_state, output = speculative_round(params, state)
+        step = jnp.arange(output.tokens.shape[1])
+        slots = jnp.where(step < output.count[:, None], state.emitted[:, None] + step, limit)
+        rows = jnp.arange(slots.shape[0])[:, None]
+        drafted = jnp.where(state.done, 0, jnp.sum(output.tree.valid, axis=1, dtype=jnp.int32) - 1)
+        return new_state, Transcript(
+            transcript.tokens.at[rows, slots].set(output.tokens, mode="drop"),
+            transcript.committed.at[:, transcript.rounds].set(output.count),
+            transcript.nodes.at[:, transcript.rounds].set(drafted),
+            transcript.rounds + 1,
+        )
+
+    return lax.while_loop(going, body, (state, transcript))
+
+
+def _extend_context(
+    drafter: Drafter | None, caches: tuple, taps: Array, lengths: Int[Array, " batch"], count: Int[Array, " batch"]
+) -> tuple:
+    """Appends the committed tokens' features to the drafter's caches, so that they always hold what the target's hold."""
+    if not caches:
+        return caches
+    positions = lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)
+    rows = drafter.context_rows(taps, positions)
+    return tuple(write_rows(cache, new, lengths, count) for cache, new in zip(caches, rows, strict=True))

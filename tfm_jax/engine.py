@@ -1,0 +1,354 @@
+"""The engine: a loaded checkpoint that generates text, and the parts for people who build their own loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tfm_jax.checkpoint import Checkpoint, CheckpointConfig, Dtype, load_checkpoint
+from tfm_jax.config import METHODS, DecodePlan, Method, Models
+from tfm_jax.decode import (
+    Params,
+    RoundOutput,
+    bind,
+    emit_first,
+    empty_state,
+    prefill_piece,
+    run_rounds,
+    speculative_round,
+    start_transcript,
+)
+from tfm_jax.errors import TfmError
+from tfm_jax.runtime import default_dtype
+from tfm_jax.state import DecodeState
+from tfm_jax.text import Tokenizer, check_token_ids
+from tfm_jax.tree import MAX_BUDGET
+from tfm_jax.weaver import Weaver
+
+_BUCKET = 256  # contexts are rounded up to multiples of this, so that similar requests share a compilation
+_PIECES = (64, 256, 1024)  # token counts of one prefill call
+_ROUNDS_PER_CALL = 32  # rounds of one device-side loop; between calls the host can be interrupted
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundStats:
+    """One round of one prompt: tree nodes without the root, and tokens emitted (bonus included)."""
+
+    nodes: int
+    committed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTrace:
+    """The tree of one round (arrays over its nodes, root first), the accepted path and the bonus, uncut."""
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    valid: np.ndarray
+    scores: np.ndarray
+    path: np.ndarray
+    bonus: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Tokens of one round as a stream yields them; the first item is the token from prefill (0 nodes, no trace)."""
+
+    tokens: list[int]
+    nodes: int
+    committed: int
+    done: bool
+    trace: RoundTrace | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """New tokens for one prompt, and how they came; times are seconds and cover the whole batch."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+    rounds: tuple[RoundStats, ...]
+    depth: int
+    prefill_seconds: float
+    decode_seconds: float
+    warmup_seconds: float
+    tokens_per_second: float | None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per round, bonus included; None without a round."""
+        return sum(stats.committed for stats in self.rounds) / len(self.rounds) if self.rounds else None
+
+    @property
+    def accepted_by_depth(self) -> list[int]:
+        """Entry d − 1: rounds that emitted a drafted token at depth d."""
+        return [sum(stats.committed > depth for stats in self.rounds) for depth in range(1, self.depth + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A checked batch: what `_begin` turns into a state."""
+
+    prompts: list[list[int]]
+    plan: DecodePlan
+    limit: int
+    temperature: float
+    seed: int
+    capacity: int
+    stop_ids: tuple[int, ...]
+
+
+class Engine:
+    """A target with, as far as the checkpoint has them, a drafter and a Weaver."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: Any) -> None:  # noqa: ANN401 - a numpy dtype
+        self.config: CheckpointConfig = checkpoint.config
+        self.models = Models(checkpoint.config.target, checkpoint.config.drafter, checkpoint.config.weaver)
+        self.dtype = dtype
+        self.params: Params = {
+            name: tree
+            for name, tree in (("target", checkpoint.target), ("drafter", checkpoint.drafter), ("weaver", checkpoint.weaver))
+            if tree is not None
+        }
+        if "weaver" in self.params:
+            self.params["tables"] = jax.jit(functools.partial(_weaver_tables, self.models))(self.params)
+        self.tokenizer = None if checkpoint.tokenizer_path is None else Tokenizer.from_file(checkpoint.tokenizer_path)
+        self._programs: dict[Any, Any] = {}
+        self._compile_seconds = 0.0
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Methods that this checkpoint can run, the best first."""
+        return self.models.methods
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generation]:  # noqa: ANN401
+        """Generates for a batch of prompts with the device-side driver.
+
+        Args:
+            prompts: token ids, one non-empty list a prompt.
+            **options: `method` ("tfm", "ddtree", "chain", "ar"), `budget` (tree nodes without the root, 63),
+                `max_new_tokens` (128), `temperature` (0 = greedy), `seed` (0), `context` (tokens the caches hold;
+                default: prompt + new tokens, rounded up), `stop_token_ids` (default: the checkpoint's), `ignore_eos`.
+
+        Raises:
+            TfmError: a prompt or an option does not fit the model.
+        """
+        request = self._check(prompts, **options)
+        before = self._compile_seconds
+        state, prefill_seconds = self._begin(request)
+        transcript = start_transcript(state, request.limit)
+        rounds = jnp.asarray(_ROUNDS_PER_CALL, jnp.int32)
+        run = self._program(run_rounds, state, transcript, rounds)
+        start = time.perf_counter()
+        while not np.all(np.asarray(state.done)):
+            state, transcript = run(self.params, state, transcript, rounds)
+        tokens, committed, nodes, emitted = map(
+            np.asarray, (transcript.tokens, transcript.committed, transcript.nodes, state.emitted)
+        )
+        seconds = time.perf_counter() - start
+        rate = (int(emitted.sum()) - len(prompts)) / seconds if transcript.rounds else None
+        return [
+            Generation(
+                prompt_token_ids=list(prompt),
+                token_ids=tokens[row, : emitted[row]].tolist(),
+                finish_reason=_finish_reason(tokens[row, : emitted[row]], request.stop_ids),
+                rounds=tuple(RoundStats(int(n), int(c)) for n, c in zip(nodes[row], committed[row], strict=True) if c),
+                depth=request.plan.depth,
+                prefill_seconds=prefill_seconds,
+                decode_seconds=seconds,
+                warmup_seconds=self._compile_seconds - before,
+                tokens_per_second=rate,
+            )
+            for row, prompt in enumerate(request.prompts)
+        ]
+
+    def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[Round]:  # noqa: ANN401
+        """Generates for one prompt, a round at a time; same options and same tokens as `generate`.
+
+        Raises:
+            TfmError: as `generate`; before the first item.
+        """
+        request = self._check([prompt], **options)
+        state, _ = self._begin(request)
+        step = self._program(speculative_round, state)
+        return self._stream(request, state, step)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], **options: Any) -> DecodeState:  # noqa: ANN401
+        """State after the prompts, the first new token chosen (`state.root`). Same options as `generate`.
+
+        The state remembers the options; hand it to `round`.
+
+        Raises:
+            TfmError: as `generate`.
+        """
+        request = self._check(prompts, **options)
+        return self._begin(request)[0]
+
+    def round(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
+        """One round on a state from `prefill`, jitted; `state` is donated, so use only the one that comes back.
+
+        Inside a program of your own (a `lax.while_loop`, say) call `tfm_jax.speculative_round(params, state)` instead
+        and pass `engine.params` in as an argument; closing over the engine would bake its weights into the program.
+        """
+        return _jitted_round(self.params, state)
+
+    def top2_margin(self, prompt: Sequence[int], token_ids: Sequence[int], index: int) -> float:
+        """Gap between the target's two largest logits where `token_ids[index]` was chosen."""
+        state = self.prefill([[*prompt, *token_ids[:index]]], method="ar", max_new_tokens=1)
+        logits = jax.jit(lambda params, state: bind(self.models, params).target.logits(state.feature))(self.params, state)
+        first, second = np.sort(np.asarray(logits)[0])[-1:-3:-1]
+        return float(first - second)
+
+    def _check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        method: Method = "tfm",
+        budget: int = 63,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        context: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+    ) -> _Request:
+        target = self.models.target
+        if not prompts:
+            raise TfmError("there is no prompt; give at least one.")
+        for prompt in prompts:
+            check_token_ids(prompt, target.vocab_size)
+        if method not in METHODS:
+            raise TfmError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}.")
+        if method not in self.methods:
+            missing = "Weaver" if method == "tfm" and self.models.drafter is not None else "drafter"
+            raise TfmError(f"method {method} needs a {missing}, which this checkpoint lacks; choose {self.methods[0]}.")
+        if not 1 <= budget <= MAX_BUDGET:
+            raise TfmError(f"budget is {budget}; choose 1 to {MAX_BUDGET} tree nodes.")
+        if max_new_tokens < 1:
+            raise TfmError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
+        if not (temperature >= 0 and np.isfinite(temperature)):
+            raise TfmError(f"temperature is {temperature}; choose 0 (greedy) or a positive number.")
+        if not 0 <= seed < 2**31:
+            raise TfmError(f"seed is {seed}; choose 0 to {2**31 - 1}.")
+        needed = max(map(len, prompts)) + max_new_tokens
+        if needed > target.max_positions:
+            raise TfmError(
+                f"prompt and new tokens need {needed} positions and the model has {target.max_positions}; "
+                "shorten the prompt or ask for fewer new tokens."
+            )
+        if context is not None and context < needed:
+            raise TfmError(f"context is {context} but prompt and new tokens need {needed}; raise it or leave it out.")
+        context = _round_up(needed, _BUCKET) if context is None else context
+        stops = self.config.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
+        plan = DecodePlan(self.models, method, budget, sample=temperature > 0)
+        # A round looks up to one block beyond the last committed token.
+        return _Request(
+            prompts=[list(prompt) for prompt in prompts],
+            plan=plan,
+            limit=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            capacity=context + _round_up(plan.depth + 1, 64),
+            stop_ids=() if ignore_eos else stops,
+        )
+
+    def _begin(self, request: _Request) -> tuple[DecodeState, float]:
+        """Compiles what is missing, runs the prompts, chooses the first tokens; returns the seconds of the last two."""
+        lengths = np.array([len(prompt) for prompt in request.prompts])
+        piece = next((size for size in _PIECES if size >= lengths.max()), _PIECES[-1])
+        padded = np.zeros((len(lengths), _round_up(int(lengths.max()), piece)), np.int32)
+        for row, prompt in enumerate(request.prompts):
+            padded[row, : len(prompt)] = prompt
+        valid = np.arange(padded.shape[1]) < lengths[:, None]
+        rows = np.ones_like(lengths)
+        state = empty_state(
+            request.plan,
+            capacity=request.capacity,
+            limit=jnp.asarray(rows * request.limit, jnp.int32),
+            temperature=jnp.asarray(rows * request.temperature, jnp.float32),
+            seed=jnp.asarray(rows * request.seed, jnp.int32),
+            stop_ids=jnp.asarray(request.stop_ids, jnp.int32),
+            dtype=self.dtype,
+        )
+        first_piece = (jnp.asarray(padded[:, :piece]), jnp.asarray(valid[:, :piece]))
+        run_piece, run_first = self._program(prefill_piece, state, *first_piece), self._program(emit_first, state)
+        start = time.perf_counter()
+        for begin in range(0, padded.shape[1], piece):
+            part = slice(begin, begin + piece)
+            state = run_piece(self.params, state, jnp.asarray(padded[:, part]), jnp.asarray(valid[:, part]))
+        state = run_first(self.params, state)
+        state.root.block_until_ready()
+        return state, time.perf_counter() - start
+
+    def _stream(self, request: _Request, state: DecodeState, step: Callable) -> Iterator[Round]:
+        done = bool(state.done[0])
+        yield Round([int(state.root[0])], nodes=0, committed=1, done=done, trace=None)
+        while not done:
+            state, output = step(self.params, state)
+            output, done = jax.device_get((output, state.done[0]))
+            tree, count = output.tree, int(output.count[0])
+            trace = RoundTrace(
+                tree.tokens[0], tree.parents[0], tree.depths[0], tree.valid[0], tree.scores[0],
+                output.path[0, : int(output.accepted[0]) + 1], int(output.bonus[0]),
+            )  # fmt: skip
+            nodes = int(tree.valid[0].sum()) - 1
+            yield Round(output.tokens[0, :count].tolist(), nodes, count, bool(done), trace)
+
+    def _program(self, function: Callable, state: DecodeState, *arguments: Any) -> Callable:  # noqa: ANN401
+        """`function(params, state, *arguments)` compiled for these shapes, state (and transcript) donated."""
+        leaves, structure = jax.tree.flatten((state, arguments))
+        key = (function, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._programs:
+            start = time.perf_counter()
+            donated = (1, 2) if function is run_rounds else (1,)
+            lowered = jax.jit(function, donate_argnums=donated).lower(self.params, state, *arguments)
+            self._programs[key] = lowered.compile()
+            self._compile_seconds += time.perf_counter() - start
+        return self._programs[key]
+
+
+def load(path: str | Path, dtype: Dtype | None = None) -> Engine:
+    """Loads a directory that `tfm-convert` wrote.
+
+    Args:
+        path: the directory.
+        dtype: compute dtype; by default float32 on a CPU and bfloat16 on a GPU.
+
+    Raises:
+        TfmError: nothing there, not a converted checkpoint, or damaged.
+    """
+    chosen = jnp.dtype(dtype) if dtype else default_dtype()
+    return Engine(load_checkpoint(path, chosen.name), chosen)
+
+
+def load_demo(dtype: Dtype | None = None) -> Engine:
+    """Loads the small trained models that come with the package."""
+    with resources.as_file(resources.files("tfm_jax") / "demo") as path:
+        return load(path, dtype)
+
+
+_jitted_round = jax.jit(speculative_round, donate_argnums=1)
+
+
+def _weaver_tables(models: Models, params: Params) -> Any:  # noqa: ANN401 - WeaverTables
+    modules = bind(models, params)
+    return modules.weaver.tables(modules.target.embed_tokens.embedding[...], modules.target.head_rows())
+
+
+def _finish_reason(tokens: np.ndarray, stop_ids: tuple[int, ...]) -> Literal["stop", "length"]:
+    return "stop" if int(tokens[-1]) in stop_ids else "length"
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,88 @@
+"""Text to token ids and back, in one piece or as the ids come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from tfm_jax.errors import TfmError
+
+
+class Tokenizer:
+    """A `tokenizer.json` (Hugging Face `tokenizers`)."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self.backend = backend
+
+    @classmethod
+    def from_file(cls, path: Path) -> Tokenizer:
+        """Read `tokenizer.json`.
+
+        Raises:
+            TfmError: the file is missing or is no tokenizer.
+        """
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # tokenizers raises bare Exception for every fault of the file
+            message = f"{path} is not a tokenizer ({error}); convert the checkpoint again."
+            raise TfmError(message) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of raw text: no template, no begin or end token added. Special tokens spelled out in the text count.
+
+        Raises:
+            TfmError: the text holds half a surrogate pair, as Python makes of an argument that is no UTF-8.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"the prompt is not valid Unicode at character {error.start}; give UTF-8 text."
+            raise TfmError(message) from error
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        """A decoder for one sequence of ids as they come."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Incremental `Tokenizer.decode`: the pieces joined are the text, and no piece ends inside a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._token_ids: list[int] = []
+        self._length = 0
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Text that these ids complete, perhaps none."""
+        self._token_ids.extend(token_ids)
+        piece = "".join(self._stream.step(self._tokenizer.backend, token_id) or "" for token_id in token_ids)
+        self._length += len(piece)
+        return piece
+
+    def finish(self) -> str:
+        """The rest, where the ids end inside a character."""
+        return self._tokenizer.decode(self._token_ids)[self._length :]
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Check ids that a user gave.
+
+    Raises:
+        TfmError: there are none, or one is not in [0, vocab_size).
+    """
+    if not token_ids:
+        message = "the prompt is empty; give at least one token."
+        raise TfmError(message)
+    for index, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            message = f"token id {token_id} at position {index} is out of range; the model knows 0 to {vocab_size - 1}."
+            raise TfmError(message)
