@@ -1,4 +1,4 @@
-"""Golden arrays made by independent PyTorch code (see tests/data/goldens/README.md) and engines on their checkpoints."""
+"""Golden arrays made by independent PyTorch code (tests/data/goldens/README.md), and engines on their checkpoints."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ def prefilled(engine: tfm_jax.Engine, tokens: np.ndarray, padding: int = 0) -> T
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(models: tfm_jax.Models, params: dict, tokens: jax.Array, valid: jax.Array, state: TargetState) -> TargetState:
+def _prefill(
+    models: tfm_jax.Models, params: dict, tokens: jax.Array, valid: jax.Array, state: TargetState
+) -> TargetState:
     return bind(models, params).target.prefill(tokens, valid, state).state
 
 
@@ -82,17 +84,27 @@ def chain(tokens: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.broadcast_to(index - 1, tokens.shape), jnp.broadcast_to(index, tokens.shape), ancestors
 
 
-def verify_chain(engine: tfm_jax.Engine, tokens: np.ndarray, state: TargetState, commit: int) -> tuple[jax.Array, TargetState]:
+def verify_chain(
+    engine: tfm_jax.Engine, tokens: np.ndarray, state: TargetState, commit: int
+) -> tuple[jax.Array, TargetState]:
     """Logits of consecutive tokens in one verify, and the state after committing the first `commit` of them."""
     parents, depths, ancestors = chain(tokens)
-    return _verify(engine.models, engine.params, jnp.asarray(tokens, jnp.int32), parents, depths, ancestors, state, commit)
+    return _verify(
+        engine.models, engine.params, jnp.asarray(tokens, jnp.int32), parents, depths, ancestors, state, commit
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _verify(  # noqa: PLR0913, PLR0917 - a test's plumbing
-    models: tfm_jax.Models, params: dict, tokens: jax.Array, parents: jax.Array, depths: jax.Array, ancestors: jax.Array,
-    state: TargetState, commit: jax.Array,
-) -> tuple[jax.Array, TargetState]:  # fmt: skip
+def _verify(
+    models: tfm_jax.Models,
+    params: dict,
+    tokens: jax.Array,
+    parents: jax.Array,
+    depths: jax.Array,
+    ancestors: jax.Array,
+    state: TargetState,
+    commit: jax.Array,
+) -> tuple[jax.Array, TargetState]:
     target = bind(models, params).target
     taps = conv_taps(parents, max(models.target.conv_width, 1))
     output: VerifyOutput = target.verify(tokens, state.lengths[:, None] + depths, ancestors, taps, state)
@@ -144,7 +156,9 @@ def test_rejected_tokens_leave_no_trace(name: str) -> None:
     assert largest_difference(logits, golden["rollback/block_logits"]) < GATE
     check_state(state, golden, "rollback/state_after_commit", caches=False)
     logits, _ = verify_chain(engine, golden["rollback/next_id"].reshape(1, 1), state, 1)
-    assert largest_difference(logits.reshape(golden["rollback/next_logits"].shape), golden["rollback/next_logits"]) < GATE
+    assert (
+        largest_difference(logits.reshape(golden["rollback/next_logits"].shape), golden["rollback/next_logits"]) < GATE
+    )
     wrong = golden["rollback/next_logits_hf_crop_WRONG"]
     assert largest_difference(logits.reshape(wrong.shape), wrong) > 1.0  # what a state that keeps rejected tokens gives
 
@@ -203,7 +217,9 @@ def test_blocks_in_training_equal_blocks_in_decoding(name: str) -> None:
     @jax.jit
     def blocks(params: dict, features: jax.Array, block_ids: jax.Array) -> jax.Array:
         modules = bind(engine.models, params)
-        return modules.drafter.blocks(modules.target.embed(block_ids[:, None]), jnp.full((1, 1), 9, jnp.int32), features)
+        return modules.drafter.blocks(
+            modules.target.embed(block_ids[:, None]), jnp.full((1, 1), 9, jnp.int32), features
+        )
 
     features, block_ids = jnp.asarray(golden["context_features"]), jnp.asarray(golden["block_ids"], jnp.int32)
     at_once = blocks(engine.params, features, block_ids)

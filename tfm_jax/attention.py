@@ -40,7 +40,8 @@ class Attention(nnx.Module):
             The layer's output and the nodes' own keys and values; the prefix is only read.
         """
         config = self.config
-        *query_and_gate, key, value = jnp.split(self.qkv(x), [sum(self.widths[:i]) for i in range(1, len(self.widths))], -1)
+        splits = [sum(self.widths[:i]) for i in range(1, len(self.widths))]
+        *query_and_gate, key, value = jnp.split(self.qkv(x), splits, axis=-1)
         query = query_and_gate[0].reshape(*x.shape[:2], config.heads, config.head_dim)
         key = key.reshape(*x.shape[:2], config.kv_heads, config.head_dim)
         value = value.reshape(key.shape)

@@ -123,7 +123,7 @@ class Checkpoint:
     tokenizer_path: Path | None
 
 
-def load_checkpoint(path: str | Path, dtype: Dtype | None = None) -> Checkpoint:
+def load_checkpoint(path: str | Path, dtype: str | None = None) -> Checkpoint:
     """Read an OUT onto the default device.
 
     Args:
@@ -309,7 +309,7 @@ def _with_text_keys(tree: Tree) -> Tree:
     return {str(key): _with_text_keys(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
-def _dtype_of(path: str, stored: np.dtype, wanted: Dtype | None) -> np.dtype:
+def _dtype_of(path: str, stored: np.dtype, wanted: str | None) -> np.dtype:
     """Dtype of an array of a piece: float32 for the recurrence's, else the wanted one, else the stored one."""
     if path in _FLOAT32_ALWAYS:
         return np.dtype(np.float32)
@@ -330,7 +330,7 @@ def _check_shapes(where: str, found: Mapping[str, Shape], expected: Mapping[str,
 
 
 def _restore_piece(
-    orbax: ocp.Checkpointer, path: Path, shapes: Mapping[str, Shape], dtype: Dtype | None
+    orbax: ocp.Checkpointer, path: Path, shapes: Mapping[str, Shape], dtype: str | None
 ) -> dict[str, jax.Array]:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:

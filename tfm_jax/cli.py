@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ import tyro
 
 from tfm_jax import runtime
 from tfm_jax.config import Method
-from tfm_jax.errors import TfmError
+from tfm_jax.errors import TfmError, require
 
 if TYPE_CHECKING:
     from tfm_jax.engine import Engine, Generation, Round
@@ -158,13 +158,10 @@ def _version() -> str:
 
 def _read_prompts(options: Generate) -> list[Prompt]:
     """Prompts as the user gave them, before a model is loaded."""
-    if options.demo == (options.model is not None):
-        message = "give either --demo or --model DIR."
-        raise TfmError(message)
+    require(options.demo != (options.model is not None), "give either --demo or --model DIR.")
     sources = (options.prompt, options.prompt_file, options.token_ids)
-    if sum(source is not None for source in sources) != 1:
-        message = "give exactly one of --prompt, --prompt-file and --token-ids."
-        raise TfmError(message)
+    given = sum(source is not None for source in sources)
+    require(given == 1, "give exactly one of --prompt, --prompt-file and --token-ids.")
     if options.prompt_file is not None:
         return _read_prompt_file(options.prompt_file)
     if options.token_ids is not None:
@@ -188,9 +185,8 @@ def _read_prompt_file(path: Path) -> list[Prompt]:
         raise TfmError(message) from error
     if path.suffix == ".jsonl":
         return [_parse_json_prompt(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
-    if empty := [number for number, line in enumerate(lines, 1) if not line]:
-        message = f"{path} line {empty[0]} is empty; write one prompt a line."
-        raise TfmError(message)
+    for number, line in enumerate(lines, 1):
+        require(line != "", f"{path} line {number} is empty; write one prompt a line.")
     return list(lines)
 
 
@@ -210,9 +206,8 @@ def _parse_json_prompt(line: str, where: str) -> Prompt:
 
 
 def _check_trace_path(path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        message = f"--trace {path} cannot be written; name a file in a folder that exists."
-        raise TfmError(message)
+    fine = path is None or (path.parent.is_dir() and not path.is_dir())
+    require(fine, f"--trace {path} cannot be written; name a file in a folder that exists.")
 
 
 def _load(options: Generate) -> Engine:
@@ -401,7 +396,7 @@ def _write_trace(path: Path, lines: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def _busy(what: str) -> Iterator[None]:
+def _busy(what: str) -> Generator[None]:
     """A spinner on stderr, where that is a terminal."""
     if not sys.stderr.isatty():
         yield

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import gdn_commit
-from tfm_jax.state import DeltaState, DeltaTape, KVRows, TargetState, write_rows
+from tfm_jax.state import DeltaState, DeltaTape, KVCache, KVRows, TargetState, write_rows
 
 
 def commit_path(
@@ -29,12 +29,16 @@ def commit_path(
         count: accepted nodes, the root included; 0 for finished rows.
         taps: as given to `Target.verify`.
     """
-    layers = tuple(
-        _commit_delta(cache, rows, path, count, taps)
-        if isinstance(cache, DeltaState)
-        else write_rows(cache, KVRows(*(take_nodes(x, path) for x in rows)), state.lengths, count)
-        for cache, rows in zip(state.layers, values, strict=True)
-    )
+    def commit(cache: KVCache | DeltaState, rows: KVRows | DeltaTape) -> KVCache | DeltaState:
+        if isinstance(cache, DeltaState) and isinstance(rows, DeltaTape):
+            return _commit_delta(cache, rows, path, count, taps)
+        if isinstance(cache, KVCache) and isinstance(rows, KVRows):
+            accepted = KVRows(take_nodes(rows.keys, path), take_nodes(rows.values, path))
+            return write_rows(cache, accepted, state.lengths, count)
+        message = f"a layer with a {type(cache).__name__} cannot commit {type(rows).__name__}"
+        raise TypeError(message)
+
+    layers = tuple(commit(cache, rows) for cache, rows in zip(state.layers, values, strict=True))
     return TargetState(state.lengths + count, layers)
 
 

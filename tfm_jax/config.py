@@ -14,6 +14,7 @@ from tfm_jax.errors import TfmError
 LayerType = Literal["linear_attention", "full_attention", "sliding_attention"]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Dict:
     """Exact round trip between a frozen dataclass and plain JSON values."""
 
@@ -30,7 +31,9 @@ class _Dict:
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(values.keys() - names):
-            message = f"{cls.__name__} does not know the keys {unknown}; convert the checkpoint again with this version."
+            message = (
+                f"{cls.__name__} does not know the keys {unknown}; convert the checkpoint again with this version."
+            )
             raise TfmError(message)
         if missing := sorted(names - values.keys()):
             message = f"{cls.__name__} lacks the keys {missing}; convert the checkpoint again with this version."
@@ -117,9 +120,10 @@ class DrafterConfig(_Dict):
 
     def __post_init__(self) -> None:
         if len(self.layer_causal) != len(self.layer_windows):
-            message = f"layer_causal ({len(self.layer_causal)}) and layer_windows ({len(self.layer_windows)}) differ in length."
+            lengths = f"{len(self.layer_causal)} and {len(self.layer_windows)}"
+            message = f"layer_causal and layer_windows differ in length: {lengths}."
             raise TfmError(message)
-        if self.block_size < 2:
+        if self.depth < 1:
             message = f"block_size is {self.block_size}; a drafter needs at least 2."
             raise TfmError(message)
 
@@ -204,6 +208,12 @@ class DecodePlan:
         if self.method == "tfm" and self.models.weaver is not None:
             return min(depth, self.models.weaver.max_depth)
         return min(depth, self.budget)
+
+    @property
+    def for_prompts(self) -> DecodePlan:
+        """The plan to read prompts with: all methods that use the drafter, and all budgets, share one compilation."""
+        method = "ar" if self.method == "ar" else self.models.methods[0]
+        return dataclasses.replace(self, method=method, budget=1, sample=False)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

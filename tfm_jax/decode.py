@@ -6,8 +6,8 @@
     commit    only the accepted path enters the caches of target and drafter
 
 Every function here is pure: `params` is a dict of arrays; the state, which carries its static plan, goes in and comes
-out and may be donated. Positions: the root stands at the committed length L, a node of depth d at L + d, and the choice made at a node
-of position p is the token of position p + 1.
+out and may be donated. Positions: the root stands at the committed length L, a node of depth d at L + d, and the choice
+made at a node of position p is the token of position p + 1.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Params = dict[str, Any]
 
 
 class Modules(NamedTuple):
-    """The three models; a missing one is None."""
+    """The three models. A missing one is None; the plan's method says which are there."""
 
     target: Target
-    drafter: Drafter | None
-    weaver: Weaver | None
+    drafter: Any  # Drafter
+    weaver: Any  # Weaver
 
 
 def bind(models: Models, params: Params) -> Modules:
@@ -88,10 +88,10 @@ def empty_state(
     """
     batch = limit.shape[0]
     config = plan.models.target
-    drafter = empty_caches(plan.models.drafter, batch, capacity, dtype) if plan.tap_layers else ()
+    drafter = plan.models.drafter if plan.method != "ar" else None
     return DecodeState(
         target=empty_target_state(config, batch, capacity, dtype),
-        drafter=drafter,
+        drafter=() if drafter is None else empty_caches(drafter, batch, capacity, dtype),
         root=jnp.zeros((batch,), jnp.int32),
         feature=jnp.zeros((batch, config.hidden_size), dtype),
         emitted=jnp.zeros((batch,), jnp.int32),
@@ -139,41 +139,8 @@ def speculative_round(params: Params, state: DecodeState) -> tuple[DecodeState, 
         params: {"target": …, "drafter": …, "weaver": …, "tables": WeaverTables}, as far as the method needs them.
         state: may be donated.
     """
-    plan, modules = state.plan, bind(state.plan.models, params)
-    lengths = state.target.lengths
-    tree = propose(modules, params, state)
-    taps = conv_taps(tree.parents, max(plan.models.target.conv_width, 1))
-    verified = modules.target.verify(
-        tree.tokens, lengths[:, None] + tree.depths, tree.ancestors, taps, state.target, tap_layers=plan.tap_layers
-    )
-    choices = node_choices(
-        modules.target.logits(verified.hidden),
-        tree.depths,
-        lengths,
-        state.temperature,
-        state.seed,
-        max_depth=plan.depth,
-        sample=plan.sample,
-    )
-    accepted = walk(tree, choices, max_depth=plan.depth)
-    remaining = jnp.where(state.done, 0, state.limit - state.emitted)
-    cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
-
-    path, count = accepted.path, cut.count
-    last = jnp.maximum(count - 1, 0)[:, None]
-    alive = count > 0
-    leaf = jnp.take_along_axis(path, last, axis=1)
-    context = take_nodes(verified.taps, path)
-    new_state = dataclasses.replace(
-        state,
-        target=commit_path(state.target, verified.values, path, count, taps),
-        drafter=_extend_context(modules.drafter, state.drafter, context, lengths, count),
-        root=jnp.where(alive, jnp.take_along_axis(accepted.tokens, last, axis=1)[:, 0], state.root),
-        feature=jnp.where(alive[:, None], take_nodes(verified.hidden, leaf)[:, 0], state.feature),
-        emitted=state.emitted + count,
-        done=state.done | cut.done,
-    )
-    return new_state, RoundOutput(accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus)
+    modules = bind(state.plan.models, params)
+    return verify_and_commit(modules, state, propose(modules, params, state))
 
 
 def propose(modules: Modules, params: Params, state: DecodeState) -> DraftTree:
@@ -199,6 +166,42 @@ def propose(modules: Modules, params: Params, state: DecodeState) -> DraftTree:
     return modules.weaver.build_tree(
         state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"], budget=plan.budget
     )
+
+
+def verify_and_commit(modules: Modules, state: DecodeState, tree: DraftTree) -> tuple[DecodeState, RoundOutput]:
+    """The target's part of a round, for any tree whose root is `state.root` and that the target did not influence."""
+    plan, lengths = state.plan, state.target.lengths
+    taps = conv_taps(tree.parents, max(plan.models.target.conv_width, 1))
+    verified = modules.target.verify(
+        tree.tokens, lengths[:, None] + tree.depths, tree.ancestors, taps, state.target, tap_layers=plan.tap_layers
+    )
+    choices = node_choices(
+        modules.target.logits(verified.hidden),
+        tree.depths,
+        lengths,
+        state.temperature,
+        state.seed,
+        max_depth=plan.depth,
+        sample=plan.sample,
+    )
+    accepted = walk(tree, choices, max_depth=plan.depth)
+    remaining = jnp.where(state.done, 0, state.limit - state.emitted)
+    cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
+
+    path, count = accepted.path, cut.count
+    last = jnp.maximum(count - 1, 0)[:, None]
+    alive = count > 0
+    leaf = jnp.take_along_axis(path, last, axis=1)
+    new_state = dataclasses.replace(
+        state,
+        target=commit_path(state.target, verified.values, path, count, taps),
+        drafter=_extend_context(modules.drafter, state.drafter, take_nodes(verified.taps, path), lengths, count),
+        root=jnp.where(alive, jnp.take_along_axis(accepted.tokens, last, axis=1)[:, 0], state.root),
+        feature=jnp.where(alive[:, None], take_nodes(verified.hidden, leaf)[:, 0], state.feature),
+        emitted=state.emitted + count,
+        done=state.done | cut.done,
+    )
+    return new_state, RoundOutput(accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus)
 
 
 class Transcript(NamedTuple):
@@ -250,8 +253,8 @@ def run_rounds(
 def _extend_context(
     drafter: Drafter | None, caches: tuple, taps: Array, lengths: Int[Array, " batch"], count: Int[Array, " batch"]
 ) -> tuple:
-    """Appends the committed tokens' features to the drafter's caches, so that they always hold what the target's hold."""
-    if not caches:
+    """Appends the committed tokens' features to the drafter's caches: they always hold what the target's hold."""
+    if drafter is None or not caches:  # `ar` keeps none
         return caches
     positions = lengths[:, None] + jnp.arange(taps.shape[1], dtype=jnp.int32)
     rows = drafter.context_rows(taps, positions)

@@ -36,6 +36,7 @@ class GatedRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... value"], gate: Float[Array, "... value"]) -> Float[Array, "... value"]:
+        """See `gated_rms_norm`."""
         return gated_rms_norm(x, self.scale[...], gate, self.eps)
 
 
@@ -78,8 +79,8 @@ class DeltaNet(nnx.Module):
         query, key, value = self._heads(_causal_conv(history, self.conv.kernel[...], x.shape[1]))
         result = gdn_chunk(query, key, value, projected.log_decay, projected.beta, valid, state.recurrent)
         count = jnp.sum(valid, axis=1)
-        window = jax.vmap(lambda rows, start: lax.dynamic_slice_in_dim(rows, start, state.conv.shape[1]))(history, count)
-        return self._finish(result.output, projected.gate, x.dtype), DeltaState(result.state, window)
+        newest = jax.vmap(lambda rows, start: lax.dynamic_slice_in_dim(rows, start, state.conv.shape[1]))
+        return self._finish(result.output, projected.gate, x.dtype), DeltaState(result.state, newest(history, count))
 
     def verify(
         self,
@@ -88,12 +89,10 @@ class DeltaNet(nnx.Module):
         taps: Int[Array, "batch nodes width"],
         state: DeltaState,
     ) -> tuple[Float[Array, "batch nodes hidden"], DeltaTape]:
-        """All nodes of a tree at once, each seeing the committed state and its own ancestors; the state is only read."""
+        """All nodes of a tree, each seeing the committed state and its own ancestors; the state is only read."""
         projected = self._project(x)
         query, key, value = self._heads(tree_conv(projected.channels, state.conv, self.conv.kernel[...], taps))
-        result = gdn_tree_verify(
-            query, key, value, projected.log_decay, projected.beta, ancestors, state.recurrent
-        )
+        result = gdn_tree_verify(query, key, value, projected.log_decay, projected.beta, ancestors, state.recurrent)
         tape = DeltaTape(projected.channels, key, result.update, result.path_decay)
         return self._finish(result.output, projected.gate, x.dtype), tape
 

@@ -59,7 +59,9 @@ class DraftLayer(nnx.Module):
         mask = distance >= 0 if self.causal else jnp.ones_like(distance, bool)
         return mask & (jnp.abs(distance) < self.window) if self.window else mask
 
-    def finish(self, x: Float[Array, "*batch hidden"], mixed: Float[Array, "*batch queries"]) -> Float[Array, "*batch hidden"]:
+    def finish(
+        self, x: Float[Array, "*batch hidden"], mixed: Float[Array, "*batch queries"]
+    ) -> Float[Array, "*batch hidden"]:
         """Residual of the attention, then of the MLP."""
         x = x + self.out(mixed)
         return x + self.mlp(self.post_norm(x))

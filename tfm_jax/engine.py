@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tfm_jax.checkpoint import Checkpoint, CheckpointConfig, Dtype, load_checkpoint
-from tfm_jax.config import METHODS, DecodePlan, Method, Models
+from tfm_jax.config import Method, Models
 from tfm_jax.decode import (
     Params,
     RoundOutput,
@@ -27,14 +27,12 @@ from tfm_jax.decode import (
     speculative_round,
     start_transcript,
 )
-from tfm_jax.errors import TfmError
+from tfm_jax.request import Request, check_request, round_up
 from tfm_jax.runtime import default_dtype
 from tfm_jax.state import DecodeState
-from tfm_jax.text import Tokenizer, check_token_ids
-from tfm_jax.tree import MAX_BUDGET
-from tfm_jax.weaver import Weaver
+from tfm_jax.text import Tokenizer
+from tfm_jax.weaver import WeaverTables
 
-_BUCKET = 256  # contexts are rounded up to multiples of this, so that similar requests share a compilation
 _PIECES = (64, 256, 1024)  # token counts of one prefill call
 _ROUNDS_PER_CALL = 32  # rounds of one device-side loop; between calls the host can be interrupted
 
@@ -96,19 +94,6 @@ class Generation:
         return [sum(stats.committed > depth for stats in self.rounds) for depth in range(1, self.depth + 1)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """A checked batch: what `_begin` turns into a state."""
-
-    prompts: list[list[int]]
-    plan: DecodePlan
-    limit: int
-    temperature: float
-    seed: int
-    capacity: int
-    stop_ids: tuple[int, ...]
-
-
 class Engine:
     """A target with, as far as the checkpoint has them, a drafter and a Weaver."""
 
@@ -117,9 +102,7 @@ class Engine:
         self.models = Models(checkpoint.config.target, checkpoint.config.drafter, checkpoint.config.weaver)
         self.dtype = dtype
         self.params: Params = {
-            name: tree
-            for name, tree in (("target", checkpoint.target), ("drafter", checkpoint.drafter), ("weaver", checkpoint.weaver))
-            if tree is not None
+            name: tree for name in ("target", "drafter", "weaver") if (tree := getattr(checkpoint, name)) is not None
         }
         if "weaver" in self.params:
             self.params["tables"] = jax.jit(functools.partial(_weaver_tables, self.models))(self.params)
@@ -138,13 +121,14 @@ class Engine:
         Args:
             prompts: token ids, one non-empty list a prompt.
             **options: `method` ("tfm", "ddtree", "chain", "ar"), `budget` (tree nodes without the root, 63),
-                `max_new_tokens` (128), `temperature` (0 = greedy), `seed` (0), `context` (tokens the caches hold;
-                default: prompt + new tokens, rounded up), `stop_token_ids` (default: the checkpoint's), `ignore_eos`.
+                `max_new_tokens` (128), `temperature` (0 = greedy) and `seed` (0), each one for all or one a prompt,
+                `context` (tokens the caches hold; default: prompt + new tokens, rounded up), `stop_token_ids`
+                (default: the checkpoint's), `ignore_eos`.
 
         Raises:
             TfmError: a prompt or an option does not fit the model.
         """
-        request = self._check(prompts, **options)
+        request = check_request(self.config, self.models, prompts, **options)
         before = self._compile_seconds
         state, prefill_seconds = self._begin(request)
         transcript = start_transcript(state, request.limit)
@@ -179,10 +163,10 @@ class Engine:
         Raises:
             TfmError: as `generate`; before the first item.
         """
-        request = self._check([prompt], **options)
+        request = check_request(self.config, self.models, [prompt], **options)
         state, _ = self._begin(request)
         step = self._program(speculative_round, state)
-        return self._stream(request, state, step)
+        return self._stream(state, step)
 
     def prefill(self, prompts: Sequence[Sequence[int]], **options: Any) -> DecodeState:  # noqa: ANN401
         """State after the prompts, the first new token chosen (`state.root`). Same options as `generate`.
@@ -192,7 +176,7 @@ class Engine:
         Raises:
             TfmError: as `generate`.
         """
-        request = self._check(prompts, **options)
+        request = check_request(self.config, self.models, prompts, **options)
         return self._begin(request)[0]
 
     def round(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
@@ -206,92 +190,39 @@ class Engine:
     def top2_margin(self, prompt: Sequence[int], token_ids: Sequence[int], index: int) -> float:
         """Gap between the target's two largest logits where `token_ids[index]` was chosen."""
         state = self.prefill([[*prompt, *token_ids[:index]]], method="ar", max_new_tokens=1)
-        logits = jax.jit(lambda params, state: bind(self.models, params).target.logits(state.feature))(self.params, state)
-        first, second = np.sort(np.asarray(logits)[0])[-1:-3:-1]
+        logits = jax.jit(lambda params, feature: bind(self.models, params).target.logits(feature))
+        first, second = np.sort(np.asarray(logits(self.params, state.feature))[0])[-1:-3:-1]
         return float(first - second)
 
-    def _check(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        method: Method = "tfm",
-        budget: int = 63,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
-        context: int | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool = False,
-    ) -> _Request:
-        target = self.models.target
-        if not prompts:
-            raise TfmError("there is no prompt; give at least one.")
-        for prompt in prompts:
-            check_token_ids(prompt, target.vocab_size)
-        if method not in METHODS:
-            raise TfmError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}.")
-        if method not in self.methods:
-            missing = "Weaver" if method == "tfm" and self.models.drafter is not None else "drafter"
-            raise TfmError(f"method {method} needs a {missing}, which this checkpoint lacks; choose {self.methods[0]}.")
-        if not 1 <= budget <= MAX_BUDGET:
-            raise TfmError(f"budget is {budget}; choose 1 to {MAX_BUDGET} tree nodes.")
-        if max_new_tokens < 1:
-            raise TfmError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
-        if not (temperature >= 0 and np.isfinite(temperature)):
-            raise TfmError(f"temperature is {temperature}; choose 0 (greedy) or a positive number.")
-        if not 0 <= seed < 2**31:
-            raise TfmError(f"seed is {seed}; choose 0 to {2**31 - 1}.")
-        needed = max(map(len, prompts)) + max_new_tokens
-        if needed > target.max_positions:
-            raise TfmError(
-                f"prompt and new tokens need {needed} positions and the model has {target.max_positions}; "
-                "shorten the prompt or ask for fewer new tokens."
-            )
-        if context is not None and context < needed:
-            raise TfmError(f"context is {context} but prompt and new tokens need {needed}; raise it or leave it out.")
-        context = _round_up(needed, _BUCKET) if context is None else context
-        stops = self.config.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
-        plan = DecodePlan(self.models, method, budget, sample=temperature > 0)
-        # A round looks up to one block beyond the last committed token.
-        return _Request(
-            prompts=[list(prompt) for prompt in prompts],
-            plan=plan,
-            limit=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            capacity=context + _round_up(plan.depth + 1, 64),
-            stop_ids=() if ignore_eos else stops,
-        )
-
-    def _begin(self, request: _Request) -> tuple[DecodeState, float]:
+    def _begin(self, request: Request) -> tuple[DecodeState, float]:
         """Compiles what is missing, runs the prompts, chooses the first tokens; returns the seconds of the last two."""
         lengths = np.array([len(prompt) for prompt in request.prompts])
         piece = next((size for size in _PIECES if size >= lengths.max()), _PIECES[-1])
-        padded = np.zeros((len(lengths), _round_up(int(lengths.max()), piece)), np.int32)
+        padded = np.zeros((len(lengths), round_up(int(lengths.max()), piece)), np.int32)
         for row, prompt in enumerate(request.prompts):
             padded[row, : len(prompt)] = prompt
         valid = np.arange(padded.shape[1]) < lengths[:, None]
-        rows = np.ones_like(lengths)
         state = empty_state(
-            request.plan,
+            request.plan.for_prompts,
             capacity=request.capacity,
-            limit=jnp.asarray(rows * request.limit, jnp.int32),
-            temperature=jnp.asarray(rows * request.temperature, jnp.float32),
-            seed=jnp.asarray(rows * request.seed, jnp.int32),
+            limit=jnp.full(lengths.shape, request.limit, jnp.int32),
+            temperature=jnp.asarray(request.temperatures, jnp.float32),
+            seed=jnp.asarray(request.seeds, jnp.int32),
             stop_ids=jnp.asarray(request.stop_ids, jnp.int32),
             dtype=self.dtype,
         )
         first_piece = (jnp.asarray(padded[:, :piece]), jnp.asarray(valid[:, :piece]))
-        run_piece, run_first = self._program(prefill_piece, state, *first_piece), self._program(emit_first, state)
+        run_piece = self._program(prefill_piece, state, *first_piece)
+        run_first = self._program(emit_first, dataclasses.replace(state, plan=request.plan))
         start = time.perf_counter()
         for begin in range(0, padded.shape[1], piece):
             part = slice(begin, begin + piece)
             state = run_piece(self.params, state, jnp.asarray(padded[:, part]), jnp.asarray(valid[:, part]))
-        state = run_first(self.params, state)
+        state = run_first(self.params, dataclasses.replace(state, plan=request.plan))
         state.root.block_until_ready()
         return state, time.perf_counter() - start
 
-    def _stream(self, request: _Request, state: DecodeState, step: Callable) -> Iterator[Round]:
+    def _stream(self, state: DecodeState, step: Callable) -> Iterator[Round]:
         done = bool(state.done[0])
         yield Round([int(state.root[0])], nodes=0, committed=1, done=done, trace=None)
         while not done:
@@ -341,14 +272,10 @@ def load_demo(dtype: Dtype | None = None) -> Engine:
 _jitted_round = jax.jit(speculative_round, donate_argnums=1)
 
 
-def _weaver_tables(models: Models, params: Params) -> Any:  # noqa: ANN401 - WeaverTables
+def _weaver_tables(models: Models, params: Params) -> WeaverTables:
     modules = bind(models, params)
     return modules.weaver.tables(modules.target.embed_tokens.embedding[...], modules.target.head_rows())
 
 
 def _finish_reason(tokens: np.ndarray, stop_ids: tuple[int, ...]) -> Literal["stop", "length"]:
     return "stop" if int(tokens[-1]) in stop_ids else "length"
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

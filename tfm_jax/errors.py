@@ -6,3 +6,9 @@ class TfmError(Exception):
 
     The command line prints the sentence and ends with exit code 2; nothing is half-written.
     """
+
+
+def require(condition: bool, sentence: str) -> None:  # noqa: FBT001 - reads as a sentence itself
+    """Raises `TfmError(sentence)` unless the condition holds."""
+    if not condition:
+        raise TfmError(sentence)

@@ -25,7 +25,7 @@ def precision(dtype: DTypeLike) -> lax.Precision:
 
 
 def dot(x: Float[Array, "... channels"], kernel: Float[Array, "channels out"]) -> Float[Array, "... out"]:
-    """x @ kernel in x's dtype."""
+    """Product x @ kernel in x's dtype."""
     return jnp.matmul(x, kernel, precision=precision(x.dtype))
 
 
@@ -42,6 +42,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "... channels"]) -> Float[Array, "... out"]:
+        """Apply to the last axis."""
         y = dot(x, self.kernel[...])
         return y if self.bias is None else y + self.bias[...]
 
@@ -54,6 +55,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... channels"]) -> Float[Array, "... channels"]:
+        """Normalise the last axis."""
         return _normalise(x, self.eps).astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
@@ -65,6 +67,7 @@ class UnitOffsetRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... channels"]) -> Float[Array, "... channels"]:
+        """Normalise the last axis."""
         return (_normalise(x, self.eps) * (1.0 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
@@ -77,6 +80,7 @@ class BiasedRMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... channels"]) -> Float[Array, "... channels"]:
+        """Normalise the last axis."""
         y = _normalise(x, self.eps) * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
@@ -94,6 +98,7 @@ class SwiGLU(nnx.Module):
         self.down = Linear(inner, channels, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "... channels"]) -> Float[Array, "... channels"]:
+        """Apply to the last axis."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(nnx.silu(gate) * up)
 

@@ -106,4 +106,6 @@ def write_rows(cache: KVCache, rows: KVRows, start: Int[Array, " batch"], count:
     step = jnp.arange(steps)
     slots = jnp.where(step < count[:, None], start[:, None] + step, cache.keys.shape[2])
     index = (jnp.arange(batch)[:, None], slice(None), slots)
-    return KVCache(cache.keys.at[index].set(rows.keys, mode="drop"), cache.values.at[index].set(rows.values, mode="drop"))
+    return KVCache(
+        cache.keys.at[index].set(rows.keys, mode="drop"), cache.values.at[index].set(rows.values, mode="drop")
+    )

@@ -102,7 +102,11 @@ class Target(nnx.Module):
         return self.embed_tokens.embedding[...] if self.config.tied_embeddings else self.lm_head.kernel[...].T
 
     def sequence(
-        self, tokens: Int[Array, "batch tokens"], valid: Bool[Array, "batch tokens"], *, tap_layers: tuple[int, ...] = ()
+        self,
+        tokens: Int[Array, "batch tokens"],
+        valid: Bool[Array, "batch tokens"],
+        *,
+        tap_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
         """Whole right-padded sequences from their first token, without caches."""
         positions, mask = _sequence_mask(valid, 0)
@@ -136,7 +140,7 @@ class Target(nnx.Module):
         count = jnp.sum(valid, axis=1, dtype=jnp.int32)
 
         def mix(index: int, mixer: Attention | DeltaNet, x: Array) -> tuple[Array, KVCache | DeltaState]:
-            cache = state.layers[index]
+            cache: Any = state.layers[index]  # of the mixer's kind
             if isinstance(mixer, DeltaNet):
                 return mixer.sequence(x, valid, cache)
             mixed, rows = mixer(x, positions, mask, Prefix(cache.keys, cache.values, state.lengths, positions))
@@ -167,7 +171,7 @@ class Target(nnx.Module):
         """
 
         def mix(index: int, mixer: Attention | DeltaNet, x: Array) -> tuple[Array, KVRows | DeltaTape]:
-            cache = state.layers[index]
+            cache: Any = state.layers[index]  # of the mixer's kind
             if isinstance(mixer, DeltaNet):
                 return mixer.verify(x, ancestors, taps, cache)
             return mixer(x, positions, ancestors, Prefix(cache.keys, cache.values, state.lengths, positions))
@@ -216,6 +220,7 @@ def empty_target_state(config: TargetConfig, batch: int, capacity: int, dtype: D
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     layers = tuple(
-        empty_delta_state(config, batch, dtype) if kind == "linear_attention" else cache() for kind in config.layer_types
+        empty_delta_state(config, batch, dtype) if kind == "linear_attention" else cache()
+        for kind in config.layer_types
     )
     return TargetState(jnp.zeros((batch,), jnp.int32), layers)

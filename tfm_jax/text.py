@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from tfm_jax.errors import TfmError
+from tfm_jax.errors import TfmError, require
 
 
 class Tokenizer:
@@ -79,10 +79,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     Raises:
         TfmError: there are none, or one is not in [0, vocab_size).
     """
-    if not token_ids:
-        message = "the prompt is empty; give at least one token."
-        raise TfmError(message)
+    require(len(token_ids) > 0, "the prompt is empty; give at least one token.")
     for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            message = f"token id {token_id} at position {index} is out of range; the model knows 0 to {vocab_size - 1}."
-            raise TfmError(message)
+        known = f"the model knows 0 to {vocab_size - 1}"
+        require(0 <= token_id < vocab_size, f"token id {token_id} at position {index} is out of range; {known}.")

@@ -289,7 +289,8 @@ def _expand[Carry](
     row = jnp.minimum(new(growth.depths), depth - 1)
     carry, logits = step(carry, NewNodes(first, new(growth.tokens), row, new(growth.ancestors)[..., :nodes] & ~own))
     ids = _pick(candidate_ids, row)
-    best, index = lax.top_k(jnp.where(ids >= 0, logits, -jnp.inf), expand)
+    logits = jnp.where(ids >= 0, logits, -jnp.inf)
+    best, index = lax.top_k(logits, expand)
     edges = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     parent_scores = new(growth.scores)[..., None]
     # The depth limit, unused parents and missing candidates all give −inf; `where` also hides −inf − (−inf).

@@ -264,7 +264,7 @@ class Weaver(nnx.Module):
         config = self.config
         prompt = self.prompt(feature, draft_hidden)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
-        scores = jnp.where(candidate_ids >= 0, candidate_scores.astype(jnp.float32), -jnp.inf)
+        scores = candidate_scores.astype(jnp.float32)
 
         def step(cache: NodeCache, nodes: NewNodes) -> tuple[NodeCache, Array]:
             output = self.step(tables.inputs[nodes.tokens], nodes.depths, prompt, cache, nodes.ancestors)

@@ -1,0 +1,115 @@
+"""Tables and plots of `bench.py`; matplotlib is imported where it draws, because it is an extra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+type Rows = Sequence[dict[str, Any]]
+
+
+def show_acceptance(report: dict[str, Any]) -> None:
+    """Prints acceptance and speed by setting and set, the gains of `tfm`, and what the texts are like."""
+    console = Console(highlight=False)
+    rows = _table("method", "T", "budget", "set", "prompts", "tokens/round", "95 %", "tokens/s", "equal")
+    for row in report["rows"]:
+        length, interval = _number(row["acceptance_length"], ".3f"), _interval(row["ci95"], ".2f")
+        speed, equal = _number(row["tokens_per_second"], ".1f"), f"{row['tokens_equal']:.0%}"
+        rows.add_row(row["method"], *_key(row), str(row["prompts"]), length, interval, speed, equal)
+    console.print(rows)
+    comparisons = _table("difference", "T", "budget", "set", "tokens/round", "95 %")
+    for item in report["comparisons"]:
+        pair = f"{item['method']} - {item['against']}"
+        comparisons.add_row(pair, *_key(item), _number(item["difference"], "+.3f"), _interval(item["ci95"], "+.2f"))
+    if report["comparisons"]:
+        console.print(comparisons)
+    for name, share in report["text"]["distinct_4gram_share"].items():
+        console.print(f"distinct 4-grams of a greedy text, {name}: {_number(share, '.0%') or 'none'}")
+    for item in report["mismatches"]:
+        console.print(f"tokens differ: {item}")
+
+
+def plot_methods(rows: Rows, path: Path) -> None:
+    """Acceptance length with its interval, a panel for each set."""
+    from matplotlib import pyplot as plt
+
+    sets, temperatures = _values(rows, "set"), _values(rows, "temperature")
+    figure, axes = plt.subplots(1, len(sets), figsize=(3.4 * len(sets), 3.2), sharey=True, squeeze=False)
+    for axis, name in zip(axes[0], sets, strict=True):
+        members = [row for row in rows if row["set"] == name and row["ci95"] is not None]
+        places = {label: place for place, label in enumerate(dict.fromkeys(map(_label, members)))}
+        for number, temperature in enumerate(temperatures):
+            drawn = [row for row in members if row["temperature"] == temperature]
+            shift = 0.2 * (number - (len(temperatures) - 1) / 2)
+            lengths = [row["acceptance_length"] for row in drawn]
+            below = [row["acceptance_length"] - row["ci95"][0] for row in drawn]
+            above = [row["ci95"][1] - row["acceptance_length"] for row in drawn]
+            at = [places[_label(row)] + shift for row in drawn]
+            axis.errorbar(at, lengths, yerr=(below, above), fmt="o", capsize=3, label=f"temperature {temperature:g}")
+        axis.set_xticks(list(places.values()), list(places))
+        axis.set(title=name, ylim=(0, None))
+    axes[0, 0].set_ylabel("tokens a round")
+    axes[0, 0].legend(loc="lower right")
+    _save(figure, path)
+
+
+def plot_depths(rows: Rows, path: Path) -> None:
+    """Share of the last set's rounds that emit a drafted token at each depth, a panel for each temperature."""
+    from matplotlib import pyplot as plt
+
+    temperatures, last = _values(rows, "temperature"), _values(rows, "set")[-1]
+    figure, axes = plt.subplots(
+        1, len(temperatures), figsize=(4.2 * len(temperatures), 3.2), sharey=True, squeeze=False
+    )
+    for axis, temperature in zip(axes[0], temperatures, strict=True):
+        for row in rows:
+            if (row["set"], row["temperature"]) == (last, temperature) and row["accepted_by_depth"]:
+                shares = [count / row["rounds"] for count in row["accepted_by_depth"]]
+                axis.plot(range(1, len(shares) + 1), shares, marker=".", label=_label(row))
+        axis.set(title=f"{last}, temperature {temperature:g}", xlabel="depth", ylim=(0, 1))
+        if axis.lines:
+            axis.legend()
+    axes[0, 0].set_ylabel("share of rounds")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return f"{row['temperature']:g}", str(row["budget"]), row["set"]
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"{row['method']} {row['budget']}" if row["budget"] else row["method"]
+
+
+def _values(rows: Rows, name: str) -> list[Any]:
+    return list(dict.fromkeys(row[name] for row in rows))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _interval(bounds: Sequence[float] | None, form: str) -> str:
+    return "" if bounds is None else f"{bounds[0]:{form}} to {bounds[1]:{form}}"
