@@ -5,6 +5,8 @@ strength, S the state. G_i = Σ g over i and its ancestors, D_ij = e^{G_i − G_
 With A_ij = β_i D_ij (k_i·k_j) for proper ancestors, (I + A) U = β (V − e^G K S) gives all updates of a block at once,
 and the outputs are e^G Q S + (D ∘ Q Kᵀ) U. A chunk of text is the tree without branches.
 
+The functions are jitted so that the layers of a model, which call them with the same shapes, share one trace.
+
 Inside, arrays are [batch, key_heads, group, …]: the `group` value heads that share a key head also share K Kᵀ, Q Kᵀ.
 """
 
@@ -31,6 +33,7 @@ def l2_normalise(x: Float[Array, "... key"]) -> Float[Array, "... key"]:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
 
 
+@jax.jit
 def gdn_tree_verify(
     query: Float[Array, "batch nodes key_heads key"],
     key: Float[Array, "batch nodes key_heads key"],
@@ -53,6 +56,7 @@ def gdn_tree_verify(
     return GdnTreeResult(_ungroup_heads(output), _ungroup_heads(update), _ungroup_heads(path_decay))
 
 
+@jax.jit
 def gdn_commit(
     state: Float[Array, "batch value_heads key value"],
     key: Float[Array, "batch nodes key_heads key"],
@@ -75,6 +79,7 @@ def gdn_commit(
     return jnp.where(count[:, None, None, None] > 0, committed.reshape(state.shape), state)
 
 
+@jax.jit
 def gdn_chunk(
     query: Float[Array, "batch tokens key_heads key"],
     key: Float[Array, "batch tokens key_heads key"],
@@ -126,6 +131,7 @@ def gdn_chunk(
     return GdnChunkResult(output, final.reshape(state.shape))
 
 
+@jax.jit
 def tree_conv(
     inputs: Float[Array, "batch nodes channels"],
     window: Float[Array, "batch window channels"],

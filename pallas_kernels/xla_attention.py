@@ -7,8 +7,10 @@ group, nodes, head], and no key or value is repeated.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -18,6 +20,7 @@ from pallas_kernels.containers import Prefix
 PREFIX_BLOCK = 512
 
 
+@functools.partial(jax.jit, static_argnames="window")  # one trace for all layers of a model
 def tree_attention(
     query: Float[Array, "batch nodes heads head"],
     key: Float[Array, "batch nodes kv_heads head"],

@@ -12,7 +12,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tfm_jax import runtime
 from tfm_jax.errors import TfmError
 
 # Options of each sub-command; `measure` makes the report, `show` prints it, `plot` draws it, `failure` judges it.
-COMMANDS = {"acceptance": Acceptance}
+COMMANDS: dict[str, Callable[..., Any]] = {"acceptance": Acceptance}
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _CHECK_FAILED = 1
 
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return common.USER_ERROR
     report = report | {"meta": run | report["meta"]}
-    command.show(report)
     if command.output is not None:
         command.output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         if can_plot():
             command.plot(report, command.output)
+    command.show(report)
     if failure := command.failure(report):
         print(f"error: {failure}", file=sys.stderr)
         return _CHECK_FAILED

@@ -29,6 +29,7 @@ def commit_path(
         count: accepted nodes, the root included; 0 for finished rows.
         taps: as given to `Target.verify`.
     """
+
     def commit(cache: KVCache | DeltaState, rows: KVRows | DeltaTape) -> KVCache | DeltaState:
         if isinstance(cache, DeltaState) and isinstance(rows, DeltaTape):
             return _commit_delta(cache, rows, path, count, taps)

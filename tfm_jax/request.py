@@ -72,7 +72,7 @@ def check_request(
     seeds = _one_each("seed", seed, len(prompts))
     for number in seeds:
         require(0 <= number <= _LARGEST_SEED, f"seed is {number}; choose 0 to {_LARGEST_SEED}.")
-    plan = DecodePlan(models, method, budget, sample=any(temperatures))
+    plan = DecodePlan(models, method, _useful_budget(models, method, budget), sample=any(temperatures))
     needed = max(map(len, prompts)) + max_new_tokens
     return Request(
         prompts=[list(prompt) for prompt in prompts],
@@ -83,6 +83,13 @@ def check_request(
         capacity=_context(models, needed, context) + round_up(plan.depth + 1, _SPARE_BUCKET),
         stop_ids=_stop_ids(config, models, stop_token_ids, ignore_eos=ignore_eos),
     )
+
+
+def _useful_budget(models: Models, method: Method, budget: int) -> int:
+    """The part of a budget that changes the program: a chain is at most a block long, `ar` drafts nothing."""
+    if method == "ar" or models.drafter is None:
+        return 1
+    return min(budget, models.drafter.depth) if method == "chain" else budget
 
 
 def _check_method(models: Models, method: str) -> None:
