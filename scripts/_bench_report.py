@@ -16,22 +16,22 @@ type Rows = Sequence[dict[str, Any]]
 
 
 def show_acceptance(report: dict[str, Any]) -> None:
-    """Prints acceptance and speed by setting and set, the gains of `tfm`, and what the texts are like."""
-    console = Console(highlight=False)
-    rows = _table("method", "T", "budget", "set", "prompts", "tokens/round", "95 %", "tokens/s", "equal")
+    """Prints acceptance and speed by setting and set, the gains of `tfm`, and how much the texts repeat."""
+    console = Console(highlight=False, markup=False)
+    rows = _table("method", "T", "budget", "set", "prompts", "tokens/round", "tokens/s", "equal")
     for row in report["rows"]:
-        length, interval = _number(row["acceptance_length"], ".3f"), _interval(row["ci95"], ".2f")
-        speed, equal = _number(row["tokens_per_second"], ".1f"), f"{row['tokens_equal']:.0%}"
-        rows.add_row(row["method"], *_key(row), str(row["prompts"]), length, interval, speed, equal)
+        length, speed = _estimate(row["acceptance_length"], row["ci95"], ""), row["tokens_per_second"]
+        shown = "" if speed is None else f"{speed:.1f}"
+        rows.add_row(row["method"], *_key(row), str(row["prompts"]), length, shown, f"{row['tokens_equal']:.0%}")
     console.print(rows)
-    comparisons = _table("difference", "T", "budget", "set", "tokens/round", "95 %")
+    comparisons = _table("difference", "T", "budget", "set", "tokens/round")
     for item in report["comparisons"]:
         pair = f"{item['method']} - {item['against']}"
-        comparisons.add_row(pair, *_key(item), _number(item["difference"], "+.3f"), _interval(item["ci95"], "+.2f"))
+        comparisons.add_row(pair, *_key(item), _estimate(item["difference"], item["ci95"], "+"))
     if report["comparisons"]:
         console.print(comparisons)
     for name, share in report["text"]["distinct_4gram_share"].items():
-        console.print(f"distinct 4-grams of a greedy text, {name}: {_number(share, '.0%') or 'none'}")
+        console.print(f"distinct 4-grams of a greedy text, {name}: {'none' if share is None else f'{share:.0%}'}")
     for item in report["mismatches"]:
         console.print(f"tokens differ: {item}")
 
@@ -89,7 +89,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None)
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, no_wrap=True)
     return table
@@ -107,9 +107,8 @@ def _values(rows: Rows, name: str) -> list[Any]:
     return list(dict.fromkeys(row[name] for row in rows))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _interval(bounds: Sequence[float] | None, form: str) -> str:
-    return "" if bounds is None else f"{bounds[0]:{form}} to {bounds[1]:{form}}"
+def _estimate(value: float | None, interval: Sequence[float] | None, sign: str) -> str:
+    """Value and 95 % interval; nothing where no prompt had a round."""
+    if value is None or interval is None:
+        return ""
+    return f"{value:{sign}.3f} [{interval[0]:{sign}.2f}, {interval[1]:{sign}.2f}]"

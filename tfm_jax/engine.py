@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from tfm_jax.decode import (
     speculative_round,
     start_transcript,
 )
-from tfm_jax.request import Request, check_request, round_up
+from tfm_jax.request import Options, Request, check_request, round_up
 from tfm_jax.runtime import default_dtype
 from tfm_jax.state import DecodeState
 from tfm_jax.text import Tokenizer
@@ -115,15 +115,12 @@ class Engine:
         """Methods that this checkpoint can run, the best first."""
         return self.models.methods
 
-    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generation]:  # noqa: ANN401
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Unpack[Options]) -> list[Generation]:
         """Generates for a batch of prompts with the device-side driver.
 
         Args:
             prompts: token ids, one non-empty list a prompt.
-            **options: `method` ("tfm", "ddtree", "chain", "ar"), `budget` (tree nodes without the root, 63),
-                `max_new_tokens` (128), `temperature` (0 = greedy) and `seed` (0), each one for all or one a prompt,
-                `context` (tokens the caches hold; default: prompt + new tokens, rounded up), `stop_token_ids`
-                (default: the checkpoint's), `ignore_eos`.
+            **options: see `tfm_jax.request.Options`.
 
         Raises:
             TfmError: a prompt or an option does not fit the model.
@@ -157,7 +154,7 @@ class Engine:
             for row, prompt in enumerate(request.prompts)
         ]
 
-    def stream(self, prompt: Sequence[int], **options: Any) -> Iterator[Round]:  # noqa: ANN401
+    def stream(self, prompt: Sequence[int], **options: Unpack[Options]) -> Iterator[Round]:
         """Generates for one prompt, a round at a time; same options and same tokens as `generate`.
 
         Raises:
@@ -168,7 +165,7 @@ class Engine:
         step = self._program(speculative_round, state)
         return self._stream(state, step)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], **options: Any) -> DecodeState:  # noqa: ANN401
+    def prefill(self, prompts: Sequence[Sequence[int]], **options: Unpack[Options]) -> DecodeState:
         """State after the prompts, the first new token chosen (`state.root`). Same options as `generate`.
 
         The state remembers the options; hand it to `round`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TypedDict
 
 from tfm_jax.checkpoint import CheckpointConfig
 from tfm_jax.config import METHODS, DecodePlan, Method, Models
@@ -15,6 +16,30 @@ from tfm_jax.tree import MAX_BUDGET
 _BUCKET = 256  # contexts are rounded up to multiples of this, so that similar requests share a compilation
 _SPARE_BUCKET = 64  # the same for the rows beyond the context
 _LARGEST_SEED = 2**31 - 1
+
+
+class Options(TypedDict, total=False):
+    """What may be asked beside the prompts.
+
+    Attributes:
+        method: "tfm" (Weaver tree; the default), "ddtree", "chain" or "ar".
+        budget: most tree nodes, the root not counted; 63 by default.
+        max_new_tokens: 128 by default.
+        temperature: 0 (the default) is greedy; one for all or one a prompt.
+        seed: decides the sampled text; 0 by default; one for all or one a prompt.
+        context: tokens that the caches hold; by default prompt and new tokens, rounded up.
+        stop_token_ids: tokens that end a text; by default, and for None, the checkpoint's.
+        ignore_eos: go on after them.
+    """
+
+    method: str
+    budget: int
+    max_new_tokens: int
+    temperature: float | Sequence[float]
+    seed: int | Sequence[int]
+    context: int | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +70,7 @@ def check_request(
     models: Models,
     prompts: Sequence[Sequence[int]],
     *,
-    method: Method = "tfm",
+    method: str = "tfm",
     budget: int = 63,
     max_new_tokens: int = 128,
     temperature: float | Sequence[float] = 0.0,
@@ -54,7 +79,7 @@ def check_request(
     stop_token_ids: Sequence[int] | None = None,
     ignore_eos: bool = False,
 ) -> Request:
-    """The options of `Engine.generate`, checked against the models.
+    """A batch with `Options`, checked against the models.
 
     Raises:
         TfmError: a prompt or an option does not fit.
@@ -62,7 +87,7 @@ def check_request(
     require(len(prompts) > 0, "there is no prompt; give at least one.")
     for prompt in prompts:
         check_token_ids(prompt, models.target.vocab_size)
-    _check_method(models, method)
+    chosen = _find_method(models, method)
     require(1 <= budget <= MAX_BUDGET, f"budget is {budget}; choose 1 to {MAX_BUDGET} tree nodes.")
     require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
     temperatures = _one_each("temperature", temperature, len(prompts))
@@ -72,7 +97,7 @@ def check_request(
     seeds = _one_each("seed", seed, len(prompts))
     for number in seeds:
         require(0 <= number <= _LARGEST_SEED, f"seed is {number}; choose 0 to {_LARGEST_SEED}.")
-    plan = DecodePlan(models, method, _useful_budget(models, method, budget), sample=any(temperatures))
+    plan = DecodePlan(models, chosen, _useful_budget(models, chosen, budget), sample=any(temperatures))
     needed = max(map(len, prompts)) + max_new_tokens
     return Request(
         prompts=[list(prompt) for prompt in prompts],
@@ -92,13 +117,14 @@ def _useful_budget(models: Models, method: Method, budget: int) -> int:
     return min(budget, models.drafter.depth) if method == "chain" else budget
 
 
-def _check_method(models: Models, method: str) -> None:
+def _find_method(models: Models, method: str) -> Method:
     require(method in METHODS, f"method {method!r} is unknown; choose one of {', '.join(METHODS)}.")
     lacking = "Weaver" if models.drafter is not None else "drafter"
     require(
         method in models.methods,
         f"method {method} needs a {lacking}, which this checkpoint lacks; choose {' or '.join(models.methods)}.",
     )
+    return METHODS[METHODS.index(method)]
 
 
 def _context(models: Models, needed: int, context: int | None) -> int:
