@@ -8,100 +8,80 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple
 
+from convert.config_keys import Json, Keys, Neutral
 from tfm_jax.config import DrafterConfig, LayerType, TargetConfig, WeaverConfig
 from tfm_jax.errors import TfmError
 
-Json = Mapping[str, Any]
+_MOST_LAYERS, _MOST_EXPERTS = 512, 1024  # bound what a damaged file can make us build
 
-_FAMILIES = {"qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3": "qwen3"}
-_MOST_LAYERS = 4096  # bounds what a damaged file can make us build
-_PARTIAL_ROTARY = {"qwen3_5": 0.25, "qwen3": 1.0}  # the families' defaults in transformers 5
 
-# Key → values that leave the mathematics as we compute them; an absent or null key always does.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attn_output_gate": (True,),
-    "output_gate_type": ("silu", "swish"),  # of the Gated DeltaNet norm, not of attention
-    "quantization_config": (),
-    "final_logit_softcapping": (0,),
-    "attn_logit_softcapping": (0,),
-    "logit_scale": (1,),
-    "input_embedding_scale": (1,),
-    "output_multiplier": (1,),
+class _Family(NamedTuple):
+    """What a model_type stands for; `partial_rotary` is its default in transformers 5."""
+
+    name: Literal["qwen3_5", "qwen3"]
+    partial_rotary: float
+    neutral: dict[str, Neutral]
+    mixture: bool = False
+
+
+_DENSE = {"num_experts": Neutral((0,), "a mixture of experts has another model_type")}
+_MIXTURE = {"mlp_only_layers": Neutral(([],)), "decoder_sparse_step": Neutral((1,))}
+_ALWAYS_NORMALISED = {"norm_topk_prob": Neutral((True,))}  # transformers ignores the key in this family
+_FAMILIES = {
+    "qwen3": _Family("qwen3", 1.0, _DENSE),
+    "qwen3_5": _Family("qwen3_5", 0.25, _DENSE),
+    "qwen3_5_text": _Family("qwen3_5", 0.25, _DENSE),
+    "qwen3_next": _Family("qwen3_5", 0.25, _MIXTURE, mixture=True),
+    "qwen3_5_moe": _Family("qwen3_5", 0.25, _MIXTURE | _ALWAYS_NORMALISED, mixture=True),
+    "qwen3_5_moe_text": _Family("qwen3_5", 0.25, _MIXTURE | _ALWAYS_NORMALISED, mixture=True),
 }
-_NEUTRAL_DRAFTER: dict[str, tuple[Any, ...]] = _NEUTRAL | {
-    "shift_label": (False,),  # slot 0 predicts, as with the next key
-    "sample_from_anchor": (False,),
-    "use_swa": (False,),
-    "attention_sink_bias": (False,),
-    "partial_rotary_factor": (1,),
-    "speculators_model_type": (),
-    "aux_hidden_state_layer_ids": (),
+
+_NEUTRAL = {
+    "hidden_act": Neutral(("silu",)),
+    "attention_bias": Neutral((False,)),
+    "mlp_bias": Neutral((False,)),
+    "attn_output_gate": Neutral((True,)),
+    "output_gate_type": Neutral(("silu", "swish")),  # of the Gated DeltaNet norm, not of attention
+    "quantization_config": Neutral(()),
+    "final_logit_softcapping": Neutral((0,)),
+    "attn_logit_softcapping": Neutral((0,)),
+    "logit_scale": Neutral((1,)),
+    "input_embedding_scale": Neutral((1,)),
+    "output_multiplier": Neutral((1,)),
 }
-_DFLASH_2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_NEUTRAL_WEAVER: dict[str, tuple[Any, ...]] = {"encoder_mode": (3,), "score_head": (4,)}
 
-
-class _Keys:
-    """Look-ups in several JSON objects, the first one first; every error names the file and the key."""
-
-    def __init__(self, place: str, *objects: Json) -> None:
-        self.place = place
-        self._objects = objects
-
-    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401  (a JSON value)
-        return next((values[key] for values in self._objects if values.get(key) is not None), default)
-
-    def integer(self, key: str, *, least: int = 1, most: int = 1 << 31, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            self.refuse(key, f"must be a whole number from {least} to {most}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            self.refuse(key, "must be a positive number")
-        return float(value)
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self.get(key)
-        if not isinstance(value, list) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
-            self.refuse(key, "must be a list of whole numbers")
-        return tuple(value)
-
-    def choices(self, key: str, default: list[str], allowed: Collection[str]) -> list[str]:
-        """One allowed word per layer; as many as `default` has."""
-        value = self.get(key, default)
-        if not isinstance(value, list) or len(value) != len(default) or any(word not in allowed for word in value):
-            self.refuse(key, f"must say {' or '.join(allowed)} for each of {len(default)} layers")
-        return value
-
-    def nested(self, key: str) -> Json:
-        value = self.get(key, {})
-        if not isinstance(value, dict):
-            self.refuse(key, "must be an object")
-        return value
-
-    def refuse(self, key: str, reason: str) -> NoReturn:
-        value = self.get(key)
-        found = "absent" if value is None else repr(value)[:80]
-        message = f"{self.place}: {key} is {found} but {reason}."
-        raise TfmError(message)
-
-    def check_neutral(self, table: Mapping[str, tuple[Any, ...]]) -> None:
-        for key, neutral in table.items():
-            value = self.get(key)
-            if value is not None and value not in neutral:
-                allowed = " or ".join(repr(choice) for choice in neutral) or "its absence"
-                self.refuse(key, f"only {allowed} is supported yet")
+_SLOT_0 = "its slot 0 predicts a token, where ours holds the last one"
+_SINKS = "attention sinks are not implemented"
+_DFLASH_2 = "DFlash 2 drafters are not implemented"
+_NEUTRAL_DRAFTER = _NEUTRAL | {
+    "conv_kernel_size": Neutral((0,), _DFLASH_2),
+    "conv_group_size": Neutral((0,), _DFLASH_2),
+    "selector_rank": Neutral((0,), _DFLASH_2),
+    "selector_top_k": Neutral((0,), _DFLASH_2),
+    "projector_type": Neutral(("dflash",), "heads on top of DFlash are not implemented"),
+    "shift_label": Neutral((False,), _SLOT_0),  # Domino, SpecForge and ModelOpt
+    "sample_from_anchor": Neutral((False,), _SLOT_0),  # speculators
+    "markov_rank": Neutral((), _SLOT_0),  # DeepSpec writes it even where it is 0
+    "attention_sink_bias": Neutral((False,), _SINKS),
+    "add_swa_attention_sink_bias": Neutral((False,), _SINKS),
+    "add_full_attention_sink_bias": Neutral((False,), _SINKS),
+    "partial_rotary_factor": Neutral((1,)),
+    "is_neox_style": Neutral((True,)),
+    "use_aux_hidden_state": Neutral((True,)),
+    "speculators_model_type": Neutral(("dflash",)),
+}
+_ARCHITECTURES = {"DFlashDraftModel", "DFlashSpeculator"}
+_OTHER_ARCHITECTURES = {
+    "DFlash2DraftModel": _DFLASH_2,
+    "Qwen3DSparkModel": _SLOT_0,  # DeepSpec, also for its DFlash drafters (`dflash_*_block7`)
+    "DSparkDraftModel": _SLOT_0,
+    "DSparkSpeculator": _SLOT_0,
+}
+_NEUTRAL_WEAVER = {"encoder_mode": Neutral((3,)), "score_head": Neutral((4,))}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -135,9 +115,9 @@ def parse_target(values: Json, place: str, *, has_head: bool) -> TargetConfig:
     Raises:
         TfmError: another kind of model, or a key that is missing, malformed or not supported.
     """
-    text = _Keys(place, _Keys(place, values).nested("text_config") or values)
-    family = _family(_Keys(place, values), text)
-    text.check_neutral(_NEUTRAL)
+    text = Keys(place, Keys(place, values).nested("text_config") or values)
+    family = _family(Keys(place, values), text)
+    text.check_neutral(_NEUTRAL | family.neutral)
     if (tied := tie_flag(values, place)) is not None and tied == has_head:
         found = "a separate" if has_head else "no"
         message = (
@@ -147,15 +127,14 @@ def parse_target(values: Json, place: str, *, has_head: bool) -> TargetConfig:
     layer_types = _target_layers(text, family)
     theta, rope = _rope(text)
     if rope.get("rope_type", "default") != "default":
-        _Keys(place, rope).refuse("rope_type", "a target must have plain rope; scaled rope is not supported yet")
+        Keys(place, rope).refuse("rope_type", "a target must have plain rope; scaled rope is not supported yet")
     head_dim = text.integer("head_dim")
-    partial = _Keys(place, rope, {"partial_rotary_factor": text.get("partial_rotary_factor", _PARTIAL_ROTARY[family])})
+    partial = Keys(place, rope, {"partial_rotary_factor": text.get("partial_rotary_factor", family.partial_rotary)})
     delta = "linear_attention" in layer_types
     return TargetConfig(
-        family="qwen3_5" if family == "qwen3_5" else "qwen3",
+        family=family.name,
         vocab_size=text.integer("vocab_size"),
         hidden_size=text.integer("hidden_size"),
-        intermediate_size=text.integer("intermediate_size"),
         layer_types=layer_types,
         heads=text.integer("num_attention_heads"),
         kv_heads=text.integer("num_key_value_heads"),
@@ -170,6 +149,7 @@ def parse_target(values: Json, place: str, *, has_head: bool) -> TargetConfig:
         key_dim=text.integer("linear_key_head_dim") if delta else 0,
         value_dim=text.integer("linear_value_head_dim") if delta else 0,
         conv_width=text.integer("linear_conv_kernel_dim", least=2) if delta else 0,
+        **_mlp(text, family),
     )
 
 
@@ -179,7 +159,7 @@ def tie_flag(values: Json, place: str) -> bool | None:
     Raises:
         TfmError: the top level and `text_config` contradict each other.
     """
-    top, text = _Keys(place, values), _Keys(place, _Keys(place, values).nested("text_config"))
+    top, text = Keys(place, values), Keys(place, Keys(place, values).nested("text_config"))
     flags = {bool(flag) for keys in (top, text) if (flag := keys.get("tie_word_embeddings")) is not None}
     if len(flags) > 1:
         top.refuse("tie_word_embeddings", "text_config says the opposite; correct one of them")
@@ -189,17 +169,19 @@ def tie_flag(values: Json, place: str) -> bool | None:
 def stop_tokens(place: str, *objects: Json) -> tuple[int, ...]:
     """Union of `eos_token_id`, one or several, over generation_config.json, config.json and its `text_config`."""
     stops: set[int] = set()
-    for values in (*objects, *(_Keys(place, values).nested("text_config") for values in objects)):
+    for values in (*objects, *(Keys(place, values).nested("text_config") for values in objects)):
         ids = values.get("eos_token_id")
         if isinstance(ids, list):
-            stops |= set(_Keys(place, values).integers("eos_token_id"))
+            stops |= set(Keys(place, values).integers("eos_token_id"))
         elif ids is not None:
-            stops.add(_Keys(place, values).integer("eos_token_id", least=0))
+            stops.add(Keys(place, values).integer("eos_token_id", least=0))
     return tuple(sorted(stops))
 
 
 def parse_drafter(values: Json, place: str, *, target_layers: int) -> DrafterConfig:
-    """Configuration of a DFlash drafter; `dflash_config` goes before the top level.
+    """Configuration of a DFlash drafter as z-lab, SpecForge, ModelOpt or speculators write it.
+
+    Of a key in several places `dflash_config` goes before the top level, and that before `transformer_layer_config`.
 
     Args:
         values: config.json.
@@ -209,40 +191,41 @@ def parse_drafter(values: Json, place: str, *, target_layers: int) -> DrafterCon
     Raises:
         TfmError: another kind of model or another target, or a key that is missing, malformed or not supported.
     """
-    top = _Keys(place, values)
-    nested = top.nested("dflash_config")
-    keys = _Keys(place, nested, values)
+    top = Keys(place, values)
+    keys = Keys(place, top.nested("dflash_config"), values, top.nested("transformer_layer_config"))
     if keys.get("mask_token_id") is None:
         keys.refuse("mask_token_id", "a DFlash drafter states it")
-    for key in _DFLASH_2:
-        if keys.get(key) is not None:
-            keys.refuse(key, "DFlash 2 drafters are not supported yet")
     keys.check_neutral(_NEUTRAL_DRAFTER)
-    if top.get("model_type", "qwen3") != "qwen3":
-        top.refuse("model_type", "only drafters of Qwen3 layers are supported")
+    _check_architecture(top)
+    kind = Keys(place, top.nested("transformer_layer_config"), values)
+    if kind.get("model_type", "qwen3") != "qwen3":
+        kind.refuse("model_type", "only drafters of Qwen3 layers are supported")
     if keys.get("num_target_layers", target_layers) != target_layers:
         keys.refuse("num_target_layers", f"the target has {target_layers} layers; use the drafter's own target")
     if keys.get("draft_vocab_size", keys.get("vocab_size")) != keys.get("vocab_size"):
-        keys.refuse("draft_vocab_size", "a reduced draft vocabulary is not supported yet")
-    sliding = _draft_layers(top)
-    causal = top.get("is_causal", nested.get("causal"))
-    theta, rope = _rope(top)
+        keys.refuse("draft_vocab_size", "a reduced draft vocabulary (with d2t) is not supported yet")
+    if keys.get("target_hidden_size", keys.get("hidden_size")) != keys.get("hidden_size"):
+        keys.refuse("target_hidden_size", "a target of another width is not supported yet")
+    block_size = keys.integer("block_size", least=2)
+    _check_proposals(keys, block_size)
+    causal, windows = _draft_attention(keys, block_size)
+    theta, rope = _rope(keys)
     return DrafterConfig(
-        vocab_size=top.integer("vocab_size"),
-        hidden_size=top.integer("hidden_size"),
-        intermediate_size=top.integer("intermediate_size"),
-        layer_causal=tuple(bool(causal) if causal is not None else slides for slides in sliding),
-        layer_windows=tuple(_window(top) if slides else 0 for slides in sliding),
-        heads=top.integer("num_attention_heads"),
-        kv_heads=top.integer("num_key_value_heads"),
-        head_dim=top.integer("head_dim"),
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=keys.integer("hidden_size"),
+        intermediate_size=keys.integer("intermediate_size"),
+        layer_causal=causal,
+        layer_windows=windows,
+        heads=keys.integer("num_attention_heads"),
+        kv_heads=keys.integer("num_key_value_heads"),
+        head_dim=keys.integer("head_dim"),
         rope_theta=theta,
-        norm_eps=top.number("rms_norm_eps"),
-        block_size=keys.integer("block_size", least=2),
+        norm_eps=keys.number("rms_norm_eps"),
+        block_size=block_size,
         mask_token_id=keys.integer("mask_token_id", least=0),
-        target_layers=_taps(keys, len(sliding), target_layers),
-        max_positions=top.integer("max_position_embeddings"),
-        **_yarn(_Keys(place, rope), top),
+        target_layers=_taps(keys, len(causal), target_layers),
+        max_positions=keys.integer("max_position_embeddings"),
+        **_yarn(Keys(place, rope), keys),
     )
 
 
@@ -257,10 +240,10 @@ def parse_weaver(payload: Json, names: Collection[str], place: str) -> WeaverCon
     Raises:
         TfmError: another kind of speculator, or a key that is missing, malformed or not supported.
     """
-    kind = _Keys(place, _Keys(place, payload).nested("metadata"))
+    kind = Keys(place, Keys(place, payload).nested("metadata"))
     if kind.get("speculator_kind", "dflash_tfm_weaver") != "dflash_tfm_weaver":
         kind.refuse("speculator_kind", "only dflash_tfm_weaver is supported")
-    keys = _Keys(place, _Keys(place, payload).nested("config"))
+    keys = Keys(place, Keys(place, payload).nested("config"))
     keys.check_neutral(_NEUTRAL_WEAVER)
     if "pos_emb" in names:
         generation, activation = "w1", "gelu"
@@ -285,7 +268,7 @@ def parse_weaver(payload: Json, names: Collection[str], place: str) -> WeaverCon
     )
 
 
-def _family(top: _Keys, text: _Keys) -> str:
+def _family(top: Keys, text: Keys) -> _Family:
     if top.get("format") is not None:
         top.refuse("format", "a source has none; this directory is converted already")
     if top.get("dflash_config") is not None:
@@ -296,9 +279,9 @@ def _family(top: _Keys, text: _Keys) -> str:
     return _FAMILIES[kind]
 
 
-def _target_layers(text: _Keys, family: str) -> tuple[LayerType, ...]:
+def _target_layers(text: Keys, family: _Family) -> tuple[LayerType, ...]:
     count = text.integer("num_hidden_layers", most=_MOST_LAYERS)
-    if family == "qwen3":
+    if family.name == "qwen3":
         if text.get("use_sliding_window") and text.get("sliding_window"):
             text.refuse("use_sliding_window", "a target with sliding layers is not supported yet")
         return ("full_attention",) * count
@@ -308,24 +291,70 @@ def _target_layers(text: _Keys, family: str) -> tuple[LayerType, ...]:
     return tuple("linear_attention" if layer == "linear_attention" else "full_attention" for layer in layers)
 
 
-def _draft_layers(top: _Keys) -> tuple[bool, ...]:
-    """Whether each draft layer slides."""
-    if top.get("layer_types") is None and top.get("use_sliding_window"):
-        top.refuse("layer_types", "must say which layers slide when use_sliding_window is true")
-    full = ["full_attention"] * top.integer("num_hidden_layers", most=_MOST_LAYERS)
-    layers = top.choices("layer_types", full, ("sliding_attention", "full_attention"))
-    return tuple(layer == "sliding_attention" for layer in layers)
+def _mlp(text: Keys, family: _Family) -> dict[str, Any]:
+    """Sizes of the MLP in a TargetConfig."""
+    if not family.mixture:
+        return {"intermediate_size": text.integer("intermediate_size")}
+    return {
+        "intermediate_size": text.integer("shared_expert_intermediate_size"),
+        "experts": text.integer("num_experts", most=_MOST_EXPERTS),
+        "experts_per_token": text.integer("num_experts_per_tok"),
+        "expert_size": text.integer("moe_intermediate_size"),
+        "normalise_experts": text.flag("norm_topk_prob", default=True),
+    }
 
 
-def _window(top: _Keys) -> int:
+def _check_architecture(top: Keys) -> None:
+    for name in top.get("architectures", []):
+        if name not in tuple(_ARCHITECTURES):
+            supported = f"only {' and '.join(sorted(_ARCHITECTURES))} are supported"
+            top.refuse("architectures", _OTHER_ARCHITECTURES.get(str(name), supported))
+
+
+def _check_proposals(keys: Keys, block_size: int) -> None:
+    """Speculators count a block's proposals: as many as slots means that slot 0 predicts."""
+    methods = Keys(keys.place, keys.nested("speculators_config")).get("proposal_methods", [])
+    for method in methods if isinstance(methods, list) else []:
+        if isinstance(method, dict) and method.get("speculative_tokens") == block_size:
+            Keys(keys.place, method).refuse("speculative_tokens", f"the block has {block_size} slots: {_SLOT_0}")
+
+
+def _draft_attention(keys: Keys, block_size: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+    """Per draft layer: causal within the block or not, and the window; precedence as in vLLM's `qwen3_dflash.py`."""
+    use_swa = keys.flag("use_swa", default=False)
+    if keys.get("layer_types") is None and keys.get("use_sliding_window") and not use_swa:
+        keys.refuse("layer_types", "must say which layers slide when use_sliding_window is true")
+    full = ["full_attention"] * keys.integer("num_hidden_layers", most=_MOST_LAYERS)
+    layers = keys.choices("layer_types", full, ("sliding_attention", "full_attention"))
+    sliding = [layer == "sliding_attention" for layer in layers]
+    stated = "is_causal" if keys.get("is_causal") is not None else "causal"
+    by_type = not keys.flag("sliding_window_non_causal", default=False)
+    causal = tuple(keys.flag(stated, default=slides and by_type) for slides in sliding)
+    if use_swa and not any(
+        sliding
+    ):  # ModelOpt: every layer slides, whatever its type; causality still follows the type
+        window = _window(keys)
+        if window < block_size:
+            keys.refuse("use_swa", f"its window of {window} tokens does not hold a block of {block_size}")
+        return causal, (window,) * len(layers)
+    return causal, tuple(_window(keys) if slides else 0 for slides in sliding)
+
+
+def _window(keys: Keys) -> int:
     """Window of the sliding layers, in tokens; 0 where use_sliding_window switches it off."""
-    use = top.get("use_sliding_window")
-    if use is None:
-        top.refuse("use_sliding_window", "a drafter with sliding layers must state it")
-    return top.integer("sliding_window") if use else 0
+    if not keys.get("use_swa"):
+        use = keys.get("use_sliding_window")
+        if use is None:
+            keys.refuse("use_sliding_window", "a drafter with sliding layers must state it")
+        if not use:
+            return 0
+    size = keys.integer("sliding_window", default=keys.get("swa_window_size"))
+    if keys.get("swa_window_size", size) != size:
+        keys.refuse("swa_window_size", f"sliding_window is {size}; correct one of them")
+    return size
 
 
-def _rope(keys: _Keys) -> tuple[float, dict[str, Any]]:
+def _rope(keys: Keys) -> tuple[float, dict[str, Any]]:
     """Base of rope, and its other parameters from whichever place holds them."""
     places = [values for name in ("rope_scaling", "rope_parameters") if (values := keys.nested(name))]
     kinds = [
@@ -334,24 +363,24 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any]]:
     if kinds[1:] and kinds[0] != kinds[1]:
         keys.refuse("rope_scaling", "rope_parameters names another type of rope; keep one of them")
     scaling = {key: value for values in places for key, value in values.items()} | {"rope_type": (*kinds, "default")[0]}
-    theta = _Keys(keys.place, scaling, {"rope_theta": keys.get("rope_theta")}).number("rope_theta")
+    theta = Keys(keys.place, scaling, {"rope_theta": keys.get("rope_theta")}).number("rope_theta")
     return theta, scaling
 
 
-def _yarn(rope: _Keys, top: _Keys) -> dict[str, Any]:
+def _yarn(rope: Keys, keys: Keys) -> dict[str, Any]:
     """YaRN fields of a DrafterConfig (Peng et al. 2023, arXiv 2309.00071); empty for plain rope."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return {}
     if kind != "yarn":
         rope.refuse("rope_type", "only default and yarn are supported")
-    rope.check_neutral({"mscale": (), "mscale_all_dim": (), "truncate": (True,)})
+    rope.check_neutral({"mscale": Neutral(()), "mscale_all_dim": Neutral(()), "truncate": Neutral((True,))})
     factor = rope.number("factor")
     temperature = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return {
         "yarn_factor": factor,
         "yarn_original_positions": rope.integer(
-            "original_max_position_embeddings", default=top.integer("max_position_embeddings")
+            "original_max_position_embeddings", default=keys.integer("max_position_embeddings")
         ),
         "yarn_beta_fast": rope.number("beta_fast", 32.0),
         "yarn_beta_slow": rope.number("beta_slow", 1.0),
@@ -359,10 +388,17 @@ def _yarn(rope: _Keys, top: _Keys) -> dict[str, Any]:
     }
 
 
-def _taps(keys: _Keys, draft_layers: int, target_layers: int) -> tuple[int, ...]:
+def _taps(keys: Keys, draft_layers: int, target_layers: int) -> tuple[int, ...]:
     """Target layers that feed the drafter; the default is that of z-lab's dflash 0.1.0, banker's rounding included."""
     if keys.get("target_layer_ids") is not None:
         return keys.integers("target_layer_ids")
+    if keys.get("aux_hidden_state_layer_ids") is not None:  # speculators: 0 is the embedding, i + 1 the layer i
+        layers = keys.integers("aux_hidden_state_layer_ids")
+        if any(layer < 1 for layer in layers):
+            keys.refuse("aux_hidden_state_layer_ids", "the embedding as a feature is not supported yet")
+        return tuple(layer - 1 for layer in layers)
+    if keys.get("speculators_model_type") is not None:
+        keys.refuse("aux_hidden_state_layer_ids", "a speculators drafter states it")
     if draft_layers == 1:
         return (target_layers // 2,)
     return tuple(round(1 + index * (target_layers - 4) / (draft_layers - 1)) for index in range(draft_layers))

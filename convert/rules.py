@@ -2,26 +2,37 @@
 
 A rule reads: this parameter is this transform of these tensors, which have these shapes. Tensors are torch's
 ([out, in]); kernels become [in, out]. The words of a shape are looked up in the sizes of the model's configuration.
-Where two rules name one parameter (a fused and a separate spelling), the first whose tensors are present applies.
+Where several rules name one parameter (a fused and a separate spelling), the one with most of its tensors applies.
 """
 
 from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from convert.tensors import TensorInfo, TensorReader
+from convert.transforms import (
+    Sizes,
+    Transform,
+    fuse,
+    fuse_gated,
+    fuse_grouped,
+    keep,
+    stack,
+    stack_pairs,
+    take_key_value,
+    take_query,
+    transpose,
+    transpose_each,
+    unroll_conv,
+)
 from tfm_jax.config import DrafterConfig, TargetConfig, WeaverConfig
 from tfm_jax.errors import TfmError
 
-Sizes = Mapping[str, int]
-Transform = Callable[[Iterator[np.ndarray], Sizes], np.ndarray]
-
-_BAND = 256  # rows
 _CONVERTIBLE = ("bfloat16", "float16", "float32")
 
 
@@ -38,49 +49,28 @@ class Rule(NamedTuple):
     transform: Transform
     tensors: Mapping[str, str]
 
-
-def keep(tensors: Iterator[np.ndarray], _: Sizes) -> np.ndarray:
-    """The tensor as it is."""
-    return next(tensors)
-
-
-def transpose(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
-    """[out, in] → [in, out]."""
-    return fuse(tensors, sizes)
+    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in numbers."""
+        return {
+            name: tuple(int(word) if word.isdigit() else sizes[word] for word in words.split())
+            for name, words in self.tensors.items()
+        }
 
 
-def fuse(tensors: Iterator[np.ndarray], _: Sizes) -> np.ndarray:
-    """Several [out, in] → one [in, out | out | …], in the order of the rule."""
-    parts = list(tensors)
-    fused = np.empty((parts[0].shape[1], sum(map(len, parts))), np.result_type(*parts))
-    start = 0
-    for part in parts:
-        for first in range(0, len(part), _BAND):  # in bands that stay in the cache: twice as fast as all at once
-            band = part[first : first + _BAND].T
-            fused[:, start + first : start + first + band.shape[1]] = band
-        start += len(part)
-    return fused
+def _prefixed(path: str, name: str, rules: Iterable[Rule]) -> Iterator[Rule]:
+    for rule in rules:
+        yield Rule(path + rule.path, rule.transform, {name + tensor: words for tensor, words in rule.tensors.items()})
 
 
-def fuse_gated(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
-    """As `fuse`; the first tensor interleaves [query | gate] per head and is split into all queries, then all gates."""
-    interleaved = next(tensors)
-    heads = interleaved.reshape(-1, 2, sizes["head"], sizes["hidden"])
-    split = (heads[:, part].reshape(-1, sizes["hidden"]) for part in range(2))
-    return fuse(iter([*split, *tensors]), sizes)
-
-
-def unroll_conv(tensors: Iterator[np.ndarray], _: Sizes) -> np.ndarray:
-    """Depthwise [channels, 1, width] → [width, channels]; the last row still multiplies the current token."""
-    return np.ascontiguousarray(next(tensors)[:, 0].T)
-
-
-_BLOCK = (
+_NORMS = (
     Rule("input_norm.scale", keep, {"input_layernorm.weight": "hidden"}),
     Rule("post_norm.scale", keep, {"post_attention_layernorm.weight": "hidden"}),
-    Rule("mlp.gate_up.kernel", fuse, {"mlp.gate_proj.weight": "inner hidden", "mlp.up_proj.weight": "inner hidden"}),
-    Rule("mlp.down.kernel", transpose, {"mlp.down_proj.weight": "hidden inner"}),
 )
+_MLP = (
+    Rule("gate_up.kernel", fuse, {"gate_proj.weight": "inner hidden", "up_proj.weight": "inner hidden"}),
+    Rule("down.kernel", transpose, {"down_proj.weight": "hidden inner"}),
+)
+_DENSE = tuple(_prefixed("mlp.", "mlp.", _MLP))
 _KEY_VALUE = {"self_attn.k_proj.weight": "key hidden", "self_attn.v_proj.weight": "key hidden"}
 _ATTENTION_REST = (
     Rule("mixer.q_norm.scale", keep, {"self_attn.q_norm.weight": "head"}),
@@ -106,11 +96,23 @@ _DELTA = (
             "linear_attn.in_proj_a.weight": "value_heads hidden",
         },
     ),
+    Rule(
+        "mixer.in_proj.kernel",
+        fuse_grouped,
+        {"linear_attn.in_proj_qkvz.weight": "qkvz hidden", "linear_attn.in_proj_ba.weight": "gates hidden"},
+    ),
     Rule("mixer.conv.kernel", unroll_conv, {"linear_attn.conv1d.weight": "channels 1 width"}),
     Rule("mixer.A_log", keep, {"linear_attn.A_log": "value_heads"}),
     Rule("mixer.dt_bias", keep, {"linear_attn.dt_bias": "value_heads"}),
     Rule("mixer.norm.scale", keep, {"linear_attn.norm.weight": "value_dim"}),
     Rule("mixer.out.kernel", transpose, {"linear_attn.out_proj.weight": "hidden value"}),
+)
+_MIXTURE = (
+    *_prefixed("mlp.shared.", "mlp.shared_expert.", _MLP),
+    Rule("mlp.shared_gate.kernel", transpose, {"mlp.shared_expert_gate.weight": "1 hidden"}),
+    Rule("mlp.router.kernel", transpose, {"mlp.gate.weight": "experts hidden"}),
+    Rule("mlp.experts.gate_up.kernel", transpose_each, {"mlp.experts.gate_up_proj": "experts expert_gate_up hidden"}),
+    Rule("mlp.experts.down.kernel", transpose_each, {"mlp.experts.down_proj": "experts hidden expert"}),
 )
 _TARGET = (
     Rule("embed_tokens.embedding", keep, {"embed_tokens.weight": "vocab hidden"}),
@@ -120,13 +122,19 @@ _HEAD = Rule("lm_head.kernel", transpose, {"lm_head.weight": "vocab hidden"})
 
 _DRAFTER = (
     Rule("fc.kernel", transpose, {"fc.weight": "hidden taps"}),
+    Rule("fc.kernel", transpose, {"encoder.fc.weight": "hidden taps"}),
     Rule("hidden_norm.scale", keep, {"hidden_norm.weight": "hidden"}),
+    Rule("hidden_norm.scale", keep, {"encoder.output_norm_enc.weight": "hidden"}),
     Rule("norm.scale", keep, {"norm.weight": "hidden"}),
 )
+_QKV = {"self_attn.qkv_proj.weight": "qkv hidden"}
 _DRAFT_LAYER = (
-    *_BLOCK,
+    *_NORMS,
+    *_DENSE,
     Rule("q.kernel", transpose, {"self_attn.q_proj.weight": "query hidden"}),
+    Rule("q.kernel", take_query, _QKV),
     Rule("kv.kernel", fuse, _KEY_VALUE),
+    Rule("kv.kernel", take_key_value, _QKV),
     Rule("q_norm.scale", keep, {"self_attn.q_norm.weight": "head"}),
     Rule("k_norm.scale", keep, {"self_attn.k_norm.weight": "head"}),
     Rule("out.kernel", transpose, {"self_attn.o_proj.weight": "hidden query"}),
@@ -168,8 +176,28 @@ _WEAVER_W2_BLOCK = (
     Rule("mlp.down.bias", keep, {"down_proj.bias": "rank"}),
 )
 
-# Parts of a target that text generation does not use; an lm_head that no rule reads is a copy of the embedding.
-_SKIPPED = re.compile(r"(model\.visual|mtp|lm_head)\.")
+# Tensors that no rule reads and that the models do without, by prefix.
+# Of a target: what text generation does not use; an lm_head that no rule reads is a copy of the embedding.
+# Of a drafter: copies of the target's frozen tensors, which some trainers save, and buffers.
+_SKIPPED_TARGET = re.compile(r"(model\.visual|mtp|lm_head)\.")
+_SKIPPED_DRAFTER = re.compile(r"(embed_tokens|lm_head|verifier_lm_head|verifier_norm|rotary_emb)\.")
+
+# Tensors that make a drafter another model than ours, and why.
+_REFUSED_DRAFTER = {
+    r"d2t|t2d": "a reduced draft vocabulary is not supported yet",
+    r"mask_embedding": "a mask embedding outside the target's table is not supported yet",
+    r"layers\.\d+\.self_attn\.attention_sink_bias": "attention sinks are not supported yet",
+    r"layers\.\d+\.self_attn\.g_proj\..*|aux_hidden_norms\..*": "Laguna's gates and norms are not supported",
+    r"layers\.\d+\.(attention|mlp)_conv\..*|candidate_selector\..*": "DFlash 2 drafters are not supported yet",
+    r"(markov|confidence|prefix_gru|embed_proj|gate_proj|joint_proj|lilicorr)\w*\..*": "heads on top are not supported",
+}
+
+
+class Table(NamedTuple):
+    """Rules of one kind of model, and the sizes that their shapes refer to."""
+
+    rules: list[Rule]
+    sizes: Sizes
 
 
 class Model(NamedTuple):
@@ -206,7 +234,8 @@ def map_target(reader: TensorReader, config: TargetConfig, place: str) -> Model:
     for index, kind in enumerate(config.layer_types):
         attention = _GATED_ATTENTION if config.hybrid else _ATTENTION
         mixer = _DELTA if kind == "linear_attention" else attention
-        rules += _prefixed(f"layers.{index}.", f"{prefix}layers.{index}.", (*_BLOCK, *mixer))
+        mlp = (*_MIXTURE, *_expert_rules(config.experts)) if config.experts else _DENSE
+        rules += _prefixed(f"layers.{index}.", f"{prefix}layers.{index}.", (*_NORMS, *mlp, *mixer))
     if not config.tied_embeddings:
         rules.append(_HEAD)
     sizes = {
@@ -219,15 +248,34 @@ def map_target(reader: TensorReader, config: TargetConfig, place: str) -> Model:
         "key": config.kv_heads * config.head_dim,
         "channels": config.conv_channels,
         "width": config.conv_width,
+        "key_heads": config.key_heads,
+        "key_dim": config.key_dim,
         "value": config.value_heads * config.value_dim,
         "value_heads": config.value_heads,
         "value_dim": config.value_dim,
+        "qkvz": config.conv_channels + config.value_heads * config.value_dim,
+        "gates": 2 * config.value_heads,
+        "experts": config.experts,
+        "expert": config.expert_size,
+        "expert_gate_up": 2 * config.expert_size,
     }
-    return _map(reader, rules, sizes, place)
+    return _map(reader, rules, sizes, place, _SKIPPED_TARGET)
 
 
 def map_drafter(reader: TensorReader, config: DrafterConfig, place: str) -> Model:
     """Map a DFlash drafter, whose tensors have no prefix; arguments and errors as in `map_target`."""
+    for name, info in reader.tensors.items():
+        for pattern, reason in _REFUSED_DRAFTER.items():
+            if re.fullmatch(pattern, name):
+                message = f"{info.file}: {name} has shape {info.shape}, but {reason}."
+                raise TfmError(message)
+    table = tabulate_drafter(config)
+    midlayer = _prefixed("layers.0.", "midlayer.", _DRAFT_LAYER)  # another name of the only layer
+    return _map(reader, [*table.rules, *midlayer], table.sizes, place, _SKIPPED_DRAFTER)
+
+
+def tabulate_drafter(config: DrafterConfig) -> Table:
+    """Rules of a DFlash drafter; where a parameter has several, z-lab's is the first."""
     rules = [*_DRAFTER]
     for index in range(config.layers):
         rules += _prefixed(f"layers.{index}.", f"layers.{index}.", _DRAFT_LAYER)
@@ -238,12 +286,19 @@ def map_drafter(reader: TensorReader, config: DrafterConfig, place: str) -> Mode
         "head": config.head_dim,
         "query": config.heads * config.head_dim,
         "key": config.kv_heads * config.head_dim,
+        "qkv": (config.heads + 2 * config.kv_heads) * config.head_dim,
     }
-    return _map(reader, rules, sizes, place)
+    return Table(rules, sizes)
 
 
 def map_weaver(reader: TensorReader, config: WeaverConfig, place: str) -> Model:
     """Map a Weaver of either generation; arguments and errors as in `map_target`."""
+    table = tabulate_weaver(config)
+    return _map(reader, table.rules, table.sizes, place)
+
+
+def tabulate_weaver(config: WeaverConfig) -> Table:
+    """Rules of a Weaver; where a parameter has several, the fused spelling is the first."""
     first = config.generation == "w1"
     rules = [*_WEAVER, *(_WEAVER_W1 if first else ())]
     block = (*_WEAVER_BLOCK, *(_WEAVER_W1_BLOCK if first else _WEAVER_W2_BLOCK))
@@ -258,26 +313,38 @@ def map_weaver(reader: TensorReader, config: WeaverConfig, place: str) -> Model:
         "gate_up": 2 * config.mlp_size,
         "depth": config.max_depth,
     }
-    return _map(reader, rules, sizes, place)
+    return Table(rules, sizes)
 
 
-def _map(reader: TensorReader, rules: Iterable[Rule], sizes: Sizes, place: str) -> Model:
+def _expert_rules(count: int) -> Iterator[Rule]:
+    """The other spelling of the routed experts: one tensor each."""
+    names = [f"mlp.experts.{index}" for index in range(count)]
+    gate_up = {f"{name}.{part}_proj.weight": "expert hidden" for name in names for part in ("gate", "up")}
+    yield Rule("mlp.experts.gate_up.kernel", stack_pairs, gate_up)
+    yield Rule("mlp.experts.down.kernel", stack, {f"{name}.down_proj.weight": "hidden expert" for name in names})
+
+
+def _map(
+    reader: TensorReader, rules: Iterable[Rule], sizes: Sizes, place: str, skip: re.Pattern[str] | None = None
+) -> Model:
     """Choose the rule of every parameter and check every tensor, from headers alone."""
     tensors = reader.tensors
     chosen: dict[str, Rule] = {}
+    found: dict[str, float] = {}
     for rule in rules:
-        if rule.path not in chosen or not chosen[rule.path].tensors.keys() <= tensors.keys():
-            chosen[rule.path] = rule
+        share = sum(name in tensors for name in rule.tensors) / len(rule.tensors)
+        if rule.path not in chosen or share > found[rule.path]:
+            chosen[rule.path], found[rule.path] = rule, share
     for rule in chosen.values():
-        for name, words in rule.tensors.items():
-            shape = tuple(int(word) if word.isdigit() else sizes[word] for word in words.split())
+        for name, shape in rule.shapes(sizes).items():
+            words = rule.tensors[name]
             if name not in tensors:
                 message = f"{place} lacks the tensor {name} of shape {shape} ({words})."
                 raise TfmError(message)
             _check_tensor(name, tensors[name], shape, words)
     skipped: collections.Counter[str] = collections.Counter()
     for name in sorted(tensors.keys() - {name for rule in chosen.values() for name in rule.tensors}):
-        prefix = _SKIPPED.match(name)
+        prefix = skip.match(name) if skip else None
         if prefix is None:
             message = f"{tensors[name].file}: unknown tensor {name} of shape {tensors[name].shape}; no rule reads it."
             raise TfmError(message)
@@ -292,8 +359,3 @@ def _check_tensor(name: str, info: TensorInfo, shape: tuple[int, ...], words: st
     if info.dtype not in _CONVERTIBLE:
         message = f"{info.file}: {name} is of type {info.dtype}; only {', '.join(_CONVERTIBLE)} can be converted."
         raise TfmError(message)
-
-
-def _prefixed(path: str, name: str, rules: Iterable[Rule]) -> Iterator[Rule]:
-    for rule in rules:
-        yield Rule(path + rule.path, rule.transform, {name + tensor: words for tensor, words in rule.tensors.items()})

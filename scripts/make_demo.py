@@ -149,7 +149,8 @@ the training text; losses in `tfm_jax/losses.py`.
 {target.inputs["xz_bits_per_character"]:.3f} for the same text.
 - Drafter, on held-out continuations: the argmax of a slot is the sampled token in \
 {last["drafter"]["accuracy"]:.1%} of the slots; a chain of argmaxes emits \
-**{last["drafter"]["chain"]:.2f} tokens a round** at temperature 1, bonus included.
+**{last["drafter"]["chain"]:.2f} tokens a round** at temperature 1, bonus included. The target itself is this \
+undecided: its loss is {last["target"]["nats_a_token"]:.2f} nats a token. Greedy figures are in `docs/results.md`.
 - Weaver, on the same, where speculative sampling comes to: probability of acceptance \
 {last["weaver"]["acceptance"]:.3f} under its law, {last["weaver"]["marginal_acceptance"]:.3f} under the drafter's \
 marginals, both within the pool, which holds {last["weaver"]["pool_mass"]:.1%} of the target's probability.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -14,6 +15,8 @@ from convert.pipeline import convert_checkpoint
 from tfm_jax.decode import Modules, bind
 
 GOLDENS = Path(__file__).parent / "data" / "goldens"
+TEMPERATURES = [0.0, 0.0, 0.0, 0.0, 1.0, 0.7, 1.0, 1.5]  # of the prompts, greedy once and sampled once
+SEEDS = [0, 0, 0, 0, 11, 12, 13, 14]
 LOOP_TARGETS = {"loop_qwen3": "qwen3_untied", "loop_qwen3_5": "qwen3_5_untied"}
 
 
@@ -52,3 +55,32 @@ def largest_difference(actual: jax.Array, expected: np.ndarray) -> float:
     """Largest absolute difference; shapes must agree exactly."""
     assert actual.shape == expected.shape
     return float(np.abs(np.asarray(actual, np.float64) - expected).max())
+
+
+@functools.cache
+def loop(name: str) -> dict[str, np.ndarray]:
+    """Arrays of a whole-loop golden."""
+    return dict(np.load(GOLDENS / "tfm" / name / "golden.npz"))
+
+
+def prompts(name: str) -> list[list[int]]:
+    """Those of the golden loop, on which the drafter is sometimes right, and a single token."""
+    return [*(loop(name)[f"prompt{index}/ids"].tolist() for index in range(3)), [2]]
+
+
+@functools.cache
+def plain(name: str) -> list[list[int]]:
+    """What the target alone says to every prompt, greedily, then sampled; a batch of one and a token at a time."""
+    engine, texts = loop_engine(name), []
+    for prompt, temperature, seed in zip([*prompts(name), *prompts(name)], TEMPERATURES, SEEDS, strict=True):
+        options = {"temperature": temperature, "seed": seed, "max_new_tokens": 24, "ignore_eos": True}
+        texts.append(engine.generate([prompt], method="ar", **options)[0].token_ids)
+    return texts
+
+
+def changed(engine: tfm_jax.Engine, **attributes: object) -> tfm_jax.Engine:
+    """The same engine with other weights or configurations."""
+    other = copy.copy(engine)
+    for name, value in attributes.items():
+        setattr(other, name, value)
+    return other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from sources import GOLDENS, HYBRID, LOOP, TRIO, array_files, read_safetensors, read_storages
 
 from convert.pipeline import convert_checkpoint, read_sources
 from tfm_jax._checkpoint_layout import flatten
 from tfm_jax.checkpoint import load_checkpoint
+from tfm_jax.errors import TfmError
 
 TIED_VL = GOLDENS / "qwen3_5_vl_tied"
 
@@ -37,7 +40,9 @@ def take_columns(kernel: np.ndarray, *widths: int) -> Iterator[np.ndarray]:
 # Values
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_untied", "qwen3_5_vl_tied", "qwen3_untied", "qwen3_tied"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_untied", "qwen3_5_vl_tied", "qwen3_untied", "qwen3_tied", "qwen3_next", "qwen3_5_moe"]
+)
 def test_target_values(name: str, tmp_path: Path) -> None:
     config = json.loads((GOLDENS / name / "config.json").read_text())
     config = config.get("text_config", config)
@@ -54,7 +59,10 @@ def test_target_values(name: str, tmp_path: Path) -> None:
     for layer, kind in enumerate(config["layer_types"]):
         ours = {path.removeprefix(f"layers.{layer}."): a for path, a in arrays.items() if f"layers.{layer}." in path}
         theirs = {n.removeprefix(f"{prefix}layers.{layer}."): a for n, a in source.items() if n.startswith(prefix)}
-        check_block(ours, theirs, config["intermediate_size"])
+        if "num_experts" in config:
+            check_mixture(ours, theirs, config)
+        else:
+            check_block(ours, theirs, config["intermediate_size"])
         if kind == "linear_attention":
             check_delta(ours, theirs, config)
         else:
@@ -70,8 +78,47 @@ def check_block(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], inne
     equal(ours["mlp.down.kernel"].T, theirs["mlp.down_proj.weight"])
 
 
+def check_mixture(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], config: dict[str, int]) -> None:
+    equal = np.testing.assert_array_equal
+    shared = {name.replace("mlp.shared.", "mlp."): array for name, array in ours.items()}
+    shared_source = {name.replace("mlp.shared_expert.", "mlp."): array for name, array in theirs.items()}
+    check_block(shared, shared_source, config["shared_expert_intermediate_size"])
+    equal(ours["mlp.shared_gate.kernel"].T, theirs["mlp.shared_expert_gate.weight"])
+    equal(ours["mlp.router.kernel"].T, theirs["mlp.gate.weight"])
+    inner = config["moe_intermediate_size"]
+    for expert in range(config["num_experts"]):
+        gate, up = take_columns(ours["mlp.experts.gate_up.kernel"][expert], inner, inner)
+        parts = {"gate": gate, "up": up, "down": ours["mlp.experts.down.kernel"][expert].T}
+        for part, array in parts.items():
+            if config["model_type"] == "qwen3_next":
+                equal(array, theirs[f"mlp.experts.{expert}.{part}_proj.weight"])
+            elif part == "down":
+                equal(array, theirs["mlp.experts.down_proj"][expert])
+            else:
+                first = inner * (part == "up")
+                equal(array, theirs["mlp.experts.gate_up_proj"][expert, first : first + inner])
+
+
+def ungroup(theirs: dict[str, np.ndarray], config: dict[str, int]) -> dict[str, np.ndarray]:
+    """Qwen3-Next's projections, whose rows are grouped by key head, as the four separate ones of Qwen3.5."""
+    key_heads, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    ratio, value = config["linear_num_value_heads"] // key_heads, config["linear_value_head_dim"]
+    rows = {part: [] for part in "qkvzba"}
+    for head in range(key_heads):
+        fused = iter(theirs["linear_attn.in_proj_qkvz.weight"][head * (2 * key + 2 * ratio * value) :])
+        for part, count in {"q": key, "k": key, "v": ratio * value, "z": ratio * value}.items():
+            rows[part] += [next(fused) for _ in range(count)]
+        gates = iter(theirs["linear_attn.in_proj_ba.weight"][head * 2 * ratio :])
+        for part in "ba":
+            rows[part] += [next(gates) for _ in range(ratio)]
+    rows["qkv"] = rows["q"] + rows["k"] + rows["v"]
+    return {f"linear_attn.in_proj_{part}.weight": np.stack(rows[part]) for part in ("qkv", "z", "b", "a")}
+
+
 def check_delta(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], config: dict[str, int]) -> None:
     equal = np.testing.assert_array_equal
+    if config["model_type"] == "qwen3_next":
+        theirs = theirs | ungroup(theirs, config)
     heads, value = config["linear_num_value_heads"], config["linear_num_value_heads"] * config["linear_value_head_dim"]
     channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + value
     widths = {"qkv": channels, "z": value, "b": heads, "a": heads}
@@ -89,7 +136,7 @@ def check_delta(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], conf
 def check_attention(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], config: dict[str, Any]) -> None:
     equal = np.testing.assert_array_equal
     heads, kv_heads, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    gates = [heads * width] if config["model_type"] == "qwen3_5_text" else []
+    gates = [heads * width] if config["model_type"] != "qwen3" else []
     blocks = take_columns(ours["mixer.qkv.kernel"], heads * width, *gates, kv_heads * width, kv_heads * width)
     query, *gate, key, value = blocks
     stride = width * (1 + len(gate))
@@ -167,6 +214,78 @@ WEAVER_SHAPES = (
     | {"blocks.0.fc1.weight": (64, 48), "blocks.0.fc1.bias": (64,)}
     | {"blocks.0.fc2.weight": (48, 64), "blocks.0.fc2.bias": (48,)}
 )
+
+
+# Drafters under other names
+
+DRAFTER = GOLDENS / "dflash_on_qwen3_5_untied"
+
+
+def draft_arrays(directory: Path, tensors: dict[str, np.ndarray], layers: int = 2) -> dict[str, np.ndarray]:
+    """Every parameter of the golden drafter's configuration over these tensors."""
+    directory.mkdir()
+    config = json.loads((DRAFTER / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, directory / "model.safetensors")
+    _, models = read_sources(HYBRID, directory)
+    return {path: models["drafter"].make_parameter(path) for path in models["drafter"].rules}
+
+
+def fuse_attention(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """One tensor for queries, keys and values."""
+    stems = [f"layers.{layer}.self_attn" for layer in range(2)]
+    parts = {stem: [tensors[f"{stem}.{part}_proj.weight"] for part in "qkv"] for stem in stems}
+    fused = {f"{stem}.qkv_proj.weight": np.concatenate(arrays) for stem, arrays in parts.items()}
+    return {name: a for name, a in tensors.items() if not re.search("[qkv]_proj", name)} | fused
+
+
+def test_other_names_of_a_drafters_tensors_give_the_same_arrays(tmp_path: Path) -> None:
+    source = read_safetensors(DRAFTER)
+    renamed = {
+        name.replace("hidden_norm", "encoder.output_norm_enc").replace("fc.", "encoder.fc."): array
+        for name, array in source.items()
+    }
+    target = read_safetensors(HYBRID)
+    copies = {"embed_tokens.weight": target["model.embed_tokens.weight"], "lm_head.weight": target["lm_head.weight"]}
+    expected = draft_arrays(tmp_path / "plain", source)
+    for name, tensors in {"renamed": renamed, "fused": fuse_attention(source), "copies": source | copies}.items():
+        assert name == "copies" or tensors.keys() != source.keys()
+        np.testing.assert_equal(draft_arrays(tmp_path / name, tensors), expected)
+    one = {name: array for name, array in source.items() if "layers.1." not in name}
+    middle = {name.replace("layers.0.", "midlayer."): array for name, array in one.items()}
+    np.testing.assert_equal(
+        draft_arrays(tmp_path / "middle", middle, layers=1), draft_arrays(tmp_path / "one", one, layers=1)
+    )
+
+
+def test_copies_of_the_targets_tables_are_counted(tmp_path: Path) -> None:
+    tables = {"embed_tokens.weight": np.zeros((512, 64), np.float32), "lm_head.weight": np.zeros((512, 64), np.float32)}
+    draft_arrays(tmp_path / "drafter", read_safetensors(DRAFTER) | tables)
+    _, models = read_sources(HYBRID, tmp_path / "drafter")
+    assert models["drafter"].skipped == {"embed_tokens": 1, "lm_head": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("d2t", (64,), "reduced draft vocabulary"),
+        ("mask_embedding", (64,), "a mask embedding outside the target's table"),
+        ("layers.0.self_attn.attention_sink_bias", (4,), "attention sinks"),
+        ("layers.1.self_attn.g_proj.weight", (64, 64), "Laguna"),
+        ("aux_hidden_norms.0.weight", (64,), "Laguna"),
+        ("layers.0.mlp_conv.base_kernel", (2, 2, 64), "DFlash 2"),
+        ("candidate_selector.predecessor_codebook", (512, 8), "DFlash 2"),
+        ("markov_head.markov_w1.weight", (512, 8), "heads on top"),
+        ("prefix_gru.weight_ih_l0", (24, 64), "heads on top"),
+        ("layers.0.self_attn.q_proj.bias", (128,), "no rule reads it"),
+    ],
+)
+def test_tensors_that_make_another_model_are_refused(
+    name: str, shape: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TfmError, match=rf"model\.safetensors: .*{re.escape(name)} .*{words}"):
+        draft_arrays(tmp_path / "drafter", read_safetensors(DRAFTER) | {name: np.zeros(shape, np.float32)})
 
 
 # Files and bits

@@ -92,7 +92,7 @@ def test_dialects_of_a_target_read_alike(dialect: dict[str, Any]) -> None:
         (HYBRID | {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid' but only 'silu' or 'swish'"),
         (HYBRID | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (HYBRID | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
-        (HYBRID | {"model_type": "qwen3_5_moe_text"}, "model_type is 'qwen3_5_moe_text'"),
+        (HYBRID | {"model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'"),
         (HYBRID | {"model_type": ["qwen3"]}, "model_type is"),
         (HYBRID | {"dflash_config": {}}, "pass this directory as the drafter"),
         (HYBRID | {"format": 1}, "converted already"),
@@ -146,6 +146,119 @@ def test_dialects_of_a_drafter_read_alike(dialect: dict[str, Any]) -> None:
     assert parse_drafter(dialect, "c", target_layers=8) == parse_drafter(DRAFTER, "c", target_layers=8)
 
 
+SIZES = {
+    "attention_bias": False, "head_dim": 32, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 96,
+    "max_position_embeddings": 512, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "vocab_size": 512,
+}  # fmt: skip
+SPECFORGE = SIZES | {
+    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "modeling_dflash.DFlashDraftModel"},
+    "block_size": 8, "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 3, 5], "projector_type": "dflash"},
+    "layer_types": ["full_attention"] * 2, "max_window_layers": 2, "model_type": "qwen3", "num_target_layers": 8,
+    "rope_scaling": None, "rope_theta": 10000000, "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
+MODELOPT = SIZES | {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 8, "torch_dtype": "bfloat16",
+    "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 3, 5], "causal": False},
+    "rope_theta": 10000000.0, "rope_scaling": None, "tie_word_embeddings": False, "num_target_layers": 8,
+    "layer_types": ["full_attention"] * 2,
+}  # fmt: skip
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "model_type": "speculator_model",
+    "block_size": 8, "draft_vocab_size": 512, "mask_token_id": 511, "aux_hidden_state_layer_ids": [2, 4, 6],
+    "target_hidden_size": None, "sliding_window_non_causal": False, "sample_from_anchor": False,
+    "speculators_config": {"algorithm": "dflash", "proposal_methods": [{"speculative_tokens": 7}]},
+    "transformer_layer_config": SIZES | {
+        "model_type": "qwen3", "layer_types": ["full_attention"] * 2, "use_sliding_window": False,
+        "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+    },
+}  # fmt: skip
+
+
+def merge(values: dict[str, Any], place: str, **changes: object) -> dict[str, Any]:
+    """Changes in a nested object."""
+    return values | {place: values[place] | changes}
+
+
+@pytest.mark.parametrize("dialect", [SPECFORGE, MODELOPT, SPECULATORS], ids=["SpecForge", "ModelOpt", "speculators"])
+def test_every_trainers_drafter_reads_alike(dialect: dict[str, Any]) -> None:
+    assert parse_drafter(dialect, "c", target_layers=8) == parse_drafter(DRAFTER, "c", target_layers=8)
+
+
+@pytest.mark.parametrize(
+    ("values", "causal", "windows"),
+    [
+        (merge(MODELOPT, "dflash_config", use_swa=True, swa_window_size=64), (False, False), (64, 64)),
+        (merge(MODELOPT, "dflash_config", use_swa=True, causal=True) | {"sliding_window": 64}, (True, True), (64, 64)),
+        (merge(MODELOPT, "dflash_config", use_swa=True, causal=None) | {"sliding_window": 8}, (False, False), (8, 8)),
+        (
+            merge(MODELOPT, "dflash_config", use_swa=True, swa_window_size=16, causal=None)
+            | {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": False},
+            (True, False),
+            (16, 0),
+        ),
+        (
+            SPECULATORS
+            | {"layer_types": ["full_attention", "sliding_attention"]}
+            | {"use_sliding_window": True, "sliding_window": 128},
+            (False, True),
+            (0, 128),
+        ),
+        (
+            SPECULATORS
+            | {"layer_types": ["sliding_attention"] * 2, "sliding_window_non_causal": True}
+            | {"use_sliding_window": True, "sliding_window": 128},
+            (False, False),
+            (128, 128),
+        ),
+    ],
+    ids=["ModelOpt", "top-level window", "MiMo", "typed", "speculators", "bidirectional"],
+)
+def test_sliding_windows_of_every_trainer(values: dict[str, Any], causal: tuple, windows: tuple) -> None:
+    config = parse_drafter(values, "c", target_layers=8)
+    assert (config.layer_causal, config.layer_windows) == (causal, windows)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (merge(SPECFORGE, "dflash_config", shift_label=True), "shift_label is True .* slot 0 predicts"),
+        (merge(SPECFORGE, "dflash_config", projector_type="domino"), "projector_type is 'domino' .* heads on top"),
+        (merge(SPECFORGE, "dflash_config", projector_type="dspark", markov_rank=256), "projector_type is 'dspark'"),
+        (SPECFORGE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, "DSparkModel.* slot 0 predicts"),
+        (SPECFORGE | {"markov_rank": 0, "block_size": 7}, "markov_rank is 0 .* slot 0 predicts"),
+        (SPECFORGE | {"architectures": ["DFlash2DraftModel"]}, "DFlash 2 drafters are not implemented"),
+        (SPECFORGE | {"architectures": ["LiLiCorrDraftModel"]}, "only DFlashDraftModel and DFlashSpeculator"),
+        (SPECFORGE | {"is_neox_style": False}, "is_neox_style is False"),
+        (merge(MODELOPT, "dflash_config", attention_sink_bias=True), "attention_sink_bias is True .* attention sinks"),
+        (MODELOPT | {"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is True"),
+        (merge(MODELOPT, "dflash_config", use_swa=True, swa_window_size=4), "use_swa .* 4 tokens .* a block of 8"),
+        (
+            merge(MODELOPT, "dflash_config", use_swa=True, swa_window_size=64) | {"sliding_window": 32},
+            "swa_window_size is 64 but sliding_window is 32",
+        ),
+        (merge(MODELOPT, "dflash_config", use_swa=True), "sliding_window is absent"),
+        (merge(MODELOPT, "dflash_config", causal="no"), "causal is 'no' but must be true or false"),
+        (MODELOPT | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type is 'llama3'"),
+        (SPECULATORS | {"sample_from_anchor": True}, "sample_from_anchor is True .* slot 0 predicts"),
+        (
+            merge(SPECULATORS, "speculators_config", proposal_methods=[{"speculative_tokens": 8}]),
+            "speculative_tokens is 8 .* 8 slots",
+        ),
+        (SPECULATORS | {"draft_vocab_size": 64}, "draft_vocab_size is 64 .* d2t"),
+        (SPECULATORS | {"target_hidden_size": 128}, "target_hidden_size is 128"),
+        (SPECULATORS | {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3' but only 'dflash'"),
+        (SPECULATORS | {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is absent"),
+        (SPECULATORS | {"aux_hidden_state_layer_ids": [0, 4]}, r"\[0, 4\] but the embedding as a feature"),
+        (merge(SPECULATORS, "transformer_layer_config", model_type="llama"), "model_type is 'llama'"),
+        (merge(SPECULATORS, "transformer_layer_config", rope_parameters=None), "rope_theta is absent"),
+    ],
+)
+def test_other_speculators_of_these_trainers_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(TfmError, match=words):
+        parse_drafter(values, "c", target_layers=8)
+
+
 @pytest.mark.parametrize(
     ("draft_layers", "target_layers", "taps"),
     [
@@ -177,7 +290,7 @@ def test_yarn() -> None:
             DRAFTER | {"dflash_config": DRAFTER["dflash_config"] | {"conv_kernel_size": 2}},
             "conv_kernel_size is 2 .* DFlash 2",
         ),
-        (DRAFTER | {"selector_rank": 256}, "selector_rank is 256 but DFlash 2 drafters are not supported yet"),
+        (DRAFTER | {"selector_rank": 256}, "selector_rank is 256 .* DFlash 2 drafters are not implemented"),
         (DRAFTER | {"shift_label": True}, "shift_label is True"),
         (DRAFTER | {"sample_from_anchor": True}, "sample_from_anchor is True"),
         (DRAFTER | {"input_embedding_scale": 8.0}, "input_embedding_scale is 8.0"),

@@ -17,7 +17,7 @@ def target_shapes(config: TargetConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {"embed_tokens.embedding": (vocab, hidden)}
     for index, kind in enumerate(config.layer_types):
         mixer = _delta_shapes(config) if kind == "linear_attention" else _attention_shapes(config)
-        layer = _block_shapes(hidden, config.intermediate_size) | {f"mixer.{path}": s for path, s in mixer.items()}
+        layer = _target_block_shapes(config) | {f"mixer.{path}": shape for path, shape in mixer.items()}
         shapes |= {f"layers.{index}.{path}": shape for path, shape in layer.items()}
     shapes["norm.scale"] = (hidden,)
     if not config.tied_embeddings:
@@ -48,12 +48,24 @@ def _delta_shapes(config: TargetConfig) -> dict[str, Shape]:
     }
 
 
-def _block_shapes(hidden: int, inner: int) -> dict[str, Shape]:
+def _target_block_shapes(config: TargetConfig) -> dict[str, Shape]:
+    hidden, experts, inner = config.hidden_size, config.experts, config.expert_size
+    if not experts:
+        return _block_shapes(hidden, config.intermediate_size)
+    return _block_shapes(hidden, config.intermediate_size, mlp="mlp.shared") | {
+        "mlp.shared_gate.kernel": (hidden, 1),
+        "mlp.router.kernel": (hidden, experts),
+        "mlp.experts.gate_up.kernel": (experts, hidden, 2 * inner),
+        "mlp.experts.down.kernel": (experts, inner, hidden),
+    }
+
+
+def _block_shapes(hidden: int, inner: int, mlp: str = "mlp") -> dict[str, Shape]:
     return {
         "input_norm.scale": (hidden,),
         "post_norm.scale": (hidden,),
-        "mlp.gate_up.kernel": (hidden, 2 * inner),
-        "mlp.down.kernel": (inner, hidden),
+        f"{mlp}.gate_up.kernel": (hidden, 2 * inner),
+        f"{mlp}.down.kernel": (inner, hidden),
     }
 
 

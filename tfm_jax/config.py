@@ -26,16 +26,20 @@ class _Dict:
     def from_dict[C: _Dict](cls: type[C], values: dict[str, Any]) -> C:  # noqa: PYI019  (beartype cannot check Self)
         """Inverse of `to_dict`.
 
+        A field with a default may be absent: some files are older than it, and its default is what they meant.
+
         Raises:
             TfmError: a field is missing or unknown.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
+        fields = dataclasses.fields(cls)
+        names = {field.name for field in fields}
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
         if unknown := sorted(values.keys() - names):
             message = (
                 f"{cls.__name__} does not know the keys {unknown}; convert the checkpoint again with this version."
             )
             raise TfmError(message)
-        if missing := sorted(names - values.keys()):
+        if missing := sorted(required - values.keys()):
             message = f"{cls.__name__} lacks the keys {missing}; convert the checkpoint again with this version."
             raise TfmError(message)
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -43,10 +47,14 @@ class _Dict:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig(_Dict):
-    """Decoder-only target: a Gated DeltaNet hybrid (Qwen3.5 / 3.6) or dense Qwen3.
+    """Decoder-only target: a Gated DeltaNet hybrid (Qwen3-Next, Qwen3.5 / 3.6, of family `qwen3_5`) or Qwen3.
 
     `key_heads`, `value_heads`, `key_dim`, `value_dim` and `conv_width` describe the Gated DeltaNet layers and are 0 in
-    a dense model. `rotary_dim` is the number of leading head dimensions that rope turns.
+    a model without them. `rotary_dim` is the number of leading head dimensions that rope turns.
+
+    `experts`, `experts_per_token` and `expert_size` (the inner width of one) describe a mixture of experts and are 0 in
+    a dense model. In a mixture `intermediate_size` is the inner width of the shared expert, which every token passes,
+    and `normalise_experts` says whether the weights of a token's experts are scaled to sum to 1.
     """
 
     family: Literal["qwen3_5", "qwen3"]
@@ -67,6 +75,10 @@ class TargetConfig(_Dict):
     key_dim: int = 0
     value_dim: int = 0
     conv_width: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalise_experts: bool = True
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -78,10 +90,13 @@ class TargetConfig(_Dict):
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             message = f"rotary_dim ({self.rotary_dim}) must be even and at most head_dim ({self.head_dim})."
             raise TfmError(message)
+        if self.experts_per_token > self.experts:
+            message = f"experts_per_token ({self.experts_per_token}) must be at most experts ({self.experts})."
+            raise TfmError(message)
 
     @property
     def hybrid(self) -> bool:
-        """Qwen3.5 family: gated attention and zero-centred norms; dense Qwen3 has neither."""
+        """Qwen3.5 family: gated attention and zero-centred norms; Qwen3 has neither."""
         return self.family == "qwen3_5"
 
     @property

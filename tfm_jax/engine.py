@@ -33,6 +33,7 @@ from tfm_jax.state import DecodeState
 from tfm_jax.text import Tokenizer
 from tfm_jax.weaver import WeaverTables
 
+_LIMIT_BUCKET = 128  # transcripts are rounded up to multiples of this, so that similar requests share a compilation
 _PIECES = (64, 256, 1024)  # token counts of one prefill call
 _ROUNDS_PER_CALL = 32  # rounds of one device-side loop; between calls the host can be interrupted
 
@@ -128,7 +129,7 @@ class Engine:
         request = check_request(self.config, self.models, prompts, **options)
         before = self._compile_seconds
         state, prefill_seconds = self._begin(request)
-        transcript = start_transcript(state, request.limit)
+        transcript = start_transcript(state, round_up(request.limit, _LIMIT_BUCKET))
         rounds = jnp.asarray(_ROUNDS_PER_CALL, jnp.int32)
         run = self._program(run_rounds, state, transcript, rounds)
         start = time.perf_counter()

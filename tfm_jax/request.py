@@ -15,6 +15,8 @@ from tfm_jax.tree import MAX_BUDGET
 
 _BUCKET = 256  # contexts are rounded up to multiples of this, so that similar requests share a compilation
 _SPARE_BUCKET = 64  # the same for the rows beyond the context
+_STOP_BUCKET = 8  # the same for stop tokens
+_NO_TOKEN = -1
 _LARGEST_SEED = 2**31 - 1
 
 
@@ -53,7 +55,7 @@ class Request:
         temperatures: one a prompt.
         seeds: one a prompt.
         capacity: rows of the caches: the context, and room for what one round looks ahead.
-        stop_ids: tokens that end a text.
+        stop_ids: tokens that end a text, padded with −1.
     """
 
     prompts: list[list[int]]
@@ -151,7 +153,8 @@ def _stop_ids(
     for token in stops:
         last = models.target.vocab_size - 1
         require(0 <= token <= last, f"stop token id {token} is out of range; the model knows 0 to {last}.")
-    return () if ignore_eos else stops
+    stops = () if ignore_eos else stops
+    return stops + (_NO_TOKEN,) * (round_up(max(len(stops), 1), _STOP_BUCKET) - len(stops))
 
 
 def _one_each[Value](name: str, value: Value | Sequence[Value], count: int) -> list[Value]:

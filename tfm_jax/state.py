@@ -101,11 +101,18 @@ class DecodeState:
 
 
 def write_rows(cache: KVCache, rows: KVRows, start: Int[Array, " batch"], count: Int[Array, " batch"]) -> KVCache:
-    """Writes the first `count` rows at `start`; the others go out of bounds, where a scatter drops them."""
+    """Writes the first `count` rows at `start`; the others write back what is there, so that the cache stays in place.
+
+    A scatter that drops them by an index out of bounds would, for a single row, become a selection between two whole
+    caches. Rows beyond the capacity, such as a prompt's padding, fall on the last row, which is never valid.
+    """
     batch, steps = rows.keys.shape[:2]
     step = jnp.arange(steps)
-    slots = jnp.where(step < count[:, None], start[:, None] + step, cache.keys.shape[2])
+    slots = jnp.minimum(start[:, None] + step, cache.keys.shape[2] - 1)
     index = (jnp.arange(batch)[:, None], slice(None), slots)
-    return KVCache(
-        cache.keys.at[index].set(rows.keys, mode="drop"), cache.values.at[index].set(rows.values, mode="drop")
-    )
+    written = (step < count[:, None])[..., None, None]
+
+    def write(old: Array, new: Array) -> Array:
+        return old.at[index].set(jnp.where(written, new, old[index]), mode="promise_in_bounds")
+
+    return KVCache(write(cache.keys, rows.keys), write(cache.values, rows.values))

@@ -1,4 +1,4 @@
-"""The target: Qwen3.5 / 3.6 hybrid (three Gated DeltaNet layers to one of attention) or dense Qwen3.
+"""The target: a hybrid (Qwen3-Next, Qwen3.5 / 3.6: three Gated DeltaNet layers to one of attention) or Qwen3.
 
 Three passes over one stack of layers:
 
@@ -24,6 +24,7 @@ from tfm_jax.attention import Attention
 from tfm_jax.config import TargetConfig
 from tfm_jax.deltanet import DeltaNet
 from tfm_jax.layers import Linear, RMSNorm, SwiGLU, UnitOffsetRMSNorm, fan_in_normal, precision
+from tfm_jax.moe import MixtureOfExperts
 from tfm_jax.state import DeltaState, DeltaTape, KVCache, KVRows, TargetState, write_rows
 
 
@@ -66,7 +67,10 @@ class DecoderLayer(nnx.Module):
         self.input_norm = norm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.mixer = mixer(config, dtype=dtype, rngs=rngs)
         self.post_norm = norm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+        if config.experts:
+            self.mlp = MixtureOfExperts(config, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
 
 class Target(nnx.Module):
