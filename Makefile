@@ -21,7 +21,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/tfm generate --demo --compare-ar --prompt "def fibonacci(n):"
 
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest -n 2 --dist loadscope $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

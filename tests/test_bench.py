@@ -29,6 +29,8 @@ from _bench_acceptance import (
 )
 from bench import main
 
+pytestmark = pytest.mark.slow
+
 
 def run_of(lengths: list[int]) -> Run:
     """Prompt i has two rounds that emit `lengths[i]` tokens each."""

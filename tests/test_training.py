@@ -57,6 +57,8 @@ from tfm_jax.presets import demo_trio, tiny_trio
 from tfm_jax.target import Target
 from tfm_jax.training import Settings, TrainState, build_optimizer, learning_rate, make_step, train
 
+pytestmark = pytest.mark.slow
+
 TRIO = tiny_trio()
 TARGET = dataclasses.replace(TRIO.target, layer_types=("linear_attention", "full_attention"))
 DRAFTER = dataclasses.replace(TRIO.drafter, target_layers=(0, 1), layer_windows=(8, 0))
