@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import ml_dtypes
 import numpy as np
 
-from convert.tensors import TensorInfo
+from convert.tensors import TensorInfo, is_name
 from tfm_jax.errors import TfmError
 
 _STORAGES = {
@@ -96,6 +96,10 @@ class PthReader:
             flat = np.frombuffer(archive.read(f"{self._prefix}data/{storage.key}"), storage.dtype)[offset:]
             steps = [step * storage.dtype.itemsize for step in strides]
             return np.lib.stride_tricks.as_strided(flat, shape, steps).copy()
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of the first axis; the whole storage is read, as only that can be checked."""
+        return self.read(name)[start:stop]
 
 
 def _check_archive(archive: zipfile.ZipFile, size: int) -> str:
@@ -226,7 +230,9 @@ def _make_storage(identifier: Any) -> _Storage:  # noqa: ANN401  (any value of a
 def _check_tensor(name: Any, tensor: Any, archive: zipfile.ZipFile, prefix: str) -> None:  # noqa: ANN401  (of a pickle)
     storage = _expect(tensor, _Tensor).storage
     size = archive.getinfo(f"{prefix}data/{storage.key}").file_size
-    if not isinstance(name, str) or size != storage.elements * storage.dtype.itemsize:
+    if not is_name(name):
+        _refuse(f"it names a tensor {str(name)[:40]!r}")
+    if size != storage.elements * storage.dtype.itemsize:
         _refuse(f"{name} should lie in {storage.elements} x {storage.dtype.name} but its entry has {size} bytes")
 
 

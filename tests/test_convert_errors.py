@@ -50,7 +50,7 @@ A_LOG = "model.layers.0.linear_attn.A_log"
             r"model\.safetensors: unknown tensor model\.norm\.bias of shape \(3,\)",
         ),
         ({A_LOG: np.zeros(6, np.int32)}, f"{A_LOG} is of type I32"),
-        ({A_LOG: np.zeros(6, ml_dtypes.float8_e4m3fn)}, f"{A_LOG} is of type F8_E4M3"),
+        ({A_LOG: np.zeros(6, ml_dtypes.float8_e4m3fn)}, f"{A_LOG} is of type F8_E4M3, and fp8 is not supported"),
         ({"lm_head.weight": None}, "tie_word_embeddings is False but the checkpoint holds no lm_head"),
         (
             {"model.layers.0.linear_attn.conv1d.weight": np.zeros((160, 4, 1), np.float32)},
