@@ -39,11 +39,12 @@ class Keys:
             self.refuse(key, f"must be a whole number from {least} to {most}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+    def number(self, key: str, default: float | None = None, *, most: float = sys.float_info.max) -> float:
+        """A positive number up to `most`."""
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            self.refuse(key, "must be a positive number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
+            bound = "" if most == sys.float_info.max else f" up to {most:g}"
+            self.refuse(key, f"must be a positive number{bound}")
         return float(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -52,6 +53,13 @@ class Keys:
         if not isinstance(value, list) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
             self.refuse(key, "must be a list of whole numbers")
         return tuple(value)
+
+    def words(self, key: str) -> list[str]:
+        """A list of strings, empty where absent."""
+        value = self.get(key, [])
+        if not isinstance(value, list) or any(not isinstance(word, str) for word in value):
+            self.refuse(key, "must be a list of strings")
+        return value
 
     def choices(self, key: str, default: list[str], allowed: Collection[str]) -> list[str]:
         """One allowed word per layer; as many as `default` has."""

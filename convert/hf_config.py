@@ -139,7 +139,7 @@ def parse_target(values: Json, place: str, *, has_head: bool) -> TargetConfig:
         heads=text.integer("num_attention_heads"),
         kv_heads=text.integer("num_key_value_heads"),
         head_dim=head_dim,
-        rotary_dim=int(head_dim * partial.number("partial_rotary_factor")),
+        rotary_dim=int(head_dim * partial.number("partial_rotary_factor", most=1.0)),
         rope_theta=theta,
         norm_eps=text.number("rms_norm_eps"),
         tied_embeddings=not has_head,
@@ -305,10 +305,10 @@ def _mlp(text: Keys, family: _Family) -> dict[str, Any]:
 
 
 def _check_architecture(top: Keys) -> None:
-    for name in top.get("architectures", []):
-        if name not in tuple(_ARCHITECTURES):
+    for name in top.words("architectures"):
+        if name not in _ARCHITECTURES:
             supported = f"only {' and '.join(sorted(_ARCHITECTURES))} are supported"
-            top.refuse("architectures", _OTHER_ARCHITECTURES.get(str(name), supported))
+            top.refuse("architectures", _OTHER_ARCHITECTURES.get(name, supported))
 
 
 def _check_proposals(keys: Keys, block_size: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import ml_dtypes
 import numpy as np
 
-from convert.tensors import TensorInfo
+from convert.tensors import TensorInfo, is_name
 from tfm_jax.errors import TfmError
 
 _STORAGES = {
@@ -32,6 +32,8 @@ _REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
 
 _MAX_PICKLE = 4 << 20  # bytes; the pickle of a model holds names and shapes, the weights lie beside it
 _ENCRYPTED = 1  # bit of a zip entry's flags
+_BARE_PICKLE = b"\x80"  # the opcode PROTO; a zip archive begins with "PK"
+_MAX_RANK = 8
 _MARK = object()
 
 
@@ -71,6 +73,10 @@ class PthReader:
         if not file.is_file():
             message = f"{file} does not exist; give the Weaver's .pth file."
             raise TfmError(message)
+        with file.open("rb") as start:
+            if start.read(1) == _BARE_PICKLE:
+                message = f"{file} is in torch's legacy format, a bare pickle; save it again with torch 1.6 or newer."
+                raise TfmError(message)
         with _damage_as_error(file), zipfile.ZipFile(file) as archive:
             self._prefix = _check_archive(archive, file.stat().st_size)
             saved = _interpret(archive.read(f"{self._prefix}data.pkl"))
@@ -96,6 +102,10 @@ class PthReader:
             flat = np.frombuffer(archive.read(f"{self._prefix}data/{storage.key}"), storage.dtype)[offset:]
             steps = [step * storage.dtype.itemsize for step in strides]
             return np.lib.stride_tricks.as_strided(flat, shape, steps).copy()
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of the first axis; the whole storage is read, as only that can be checked."""
+        return self.read(name)[start:stop]
 
 
 def _check_archive(archive: zipfile.ZipFile, size: int) -> str:
@@ -206,7 +216,7 @@ def _call(function: Any, arguments: Any) -> dict | _Tensor:  # noqa: ANN401  (an
     storage, offset, shape, strides, *_ = _expect(arguments, tuple)
     shape, strides = _expect(shape, tuple), _expect(strides, tuple)
     storage = _expect(storage, _Storage)
-    if not all(_is_count(number) for number in (offset, *shape, *strides)):
+    if len(shape) > _MAX_RANK or not all(_is_count(number) for number in (offset, *shape, *strides)):
         _refuse("a tensor's shape is malformed")
     # An upper bound on the elements keeps broadcast strides from growing on copy.
     last = sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
@@ -226,7 +236,9 @@ def _make_storage(identifier: Any) -> _Storage:  # noqa: ANN401  (any value of a
 def _check_tensor(name: Any, tensor: Any, archive: zipfile.ZipFile, prefix: str) -> None:  # noqa: ANN401  (of a pickle)
     storage = _expect(tensor, _Tensor).storage
     size = archive.getinfo(f"{prefix}data/{storage.key}").file_size
-    if not isinstance(name, str) or size != storage.elements * storage.dtype.itemsize:
+    if not is_name(name):
+        _refuse(f"it names a tensor {str(name)[:40]!r}")
+    if size != storage.elements * storage.dtype.itemsize:
         _refuse(f"{name} should lie in {storage.elements} x {storage.dtype.name} but its entry has {size} bytes")
 
 
@@ -235,7 +247,7 @@ def _plain(values: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_count(value: Any) -> bool:  # noqa: ANN401  (any value of a pickle)
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _expect[Kind](value: Any, kind: type[Kind]) -> Kind:  # noqa: ANN401  (any value of a pickle)
@@ -253,11 +265,16 @@ def _damage_as_error(file: Path) -> Generator[None, None, None]:
     try:
         yield
     except TfmError as error:
-        message = f"{file} is refused: {error}."
+        message = f"{file} is refused: {_show(error)}."
         raise TfmError(message) from None
     except zipfile.BadZipFile as error:
-        message = f"{file} is no intact torch zip archive ({error}): truncated, or the legacy format; save it again."
+        message = f"{file} is no intact torch zip archive ({_show(error)}); copy it again."
         raise TfmError(message) from error
     except Exception as error:  # zipfile and pickletools report damage by a dozen types
-        message = f"{file} is damaged ({type(error).__name__}: {str(error)[:200]}); copy it again."
+        message = f"{file} is damaged ({type(error).__name__}: {_show(error)}); copy it again."
         raise TfmError(message) from error
+
+
+def _show(error: Exception) -> str:
+    """One line: names from the file may hold anything."""
+    return "".join(filter(str.isprintable, str(error)))[:200]

@@ -356,6 +356,9 @@ def _check_tensor(name: str, info: TensorInfo, shape: tuple[int, ...], words: st
     if info.shape != shape:
         message = f"{info.file}: {name} has shape {info.shape} but the configuration says {shape} ({words})."
         raise TfmError(message)
+    if info.dtype.startswith("F8_"):
+        message = f"{info.file}: {name} is of type {info.dtype}, and fp8 is not supported; use the bfloat16 release."
+        raise TfmError(message)
     if info.dtype not in _CONVERTIBLE:
         message = f"{info.file}: {name} is of type {info.dtype}; only {', '.join(_CONVERTIBLE)} can be converted."
         raise TfmError(message)

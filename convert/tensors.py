@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+_LONGEST_NAME = 512
+
 
 class TensorInfo(NamedTuple):
     """Header of one tensor; `dtype` is NumPy's name for the types that convert, else the file's own name."""
@@ -14,6 +16,11 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     file: str
+
+
+def is_name(name: object) -> bool:
+    """Whether a name from a file can be the name of a tensor and stand in a one-line message."""
+    return isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable()
 
 
 @runtime_checkable
@@ -27,6 +34,14 @@ class TensorReader(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """Values of one tensor, in memory of their own.
+
+        Raises:
+            TfmError: the file is damaged.
+        """
+        ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows `start` to `stop` (excluded) of the tensor's first axis.
 
         Raises:
             TfmError: the file is damaged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import struct
@@ -50,7 +51,7 @@ A_LOG = "model.layers.0.linear_attn.A_log"
             r"model\.safetensors: unknown tensor model\.norm\.bias of shape \(3,\)",
         ),
         ({A_LOG: np.zeros(6, np.int32)}, f"{A_LOG} is of type I32"),
-        ({A_LOG: np.zeros(6, ml_dtypes.float8_e4m3fn)}, f"{A_LOG} is of type F8_E4M3"),
+        ({A_LOG: np.zeros(6, ml_dtypes.float8_e4m3fn)}, f"{A_LOG} is of type F8_E4M3, and fp8 is not supported"),
         ({"lm_head.weight": None}, "tie_word_embeddings is False but the checkpoint holds no lm_head"),
         (
             {"model.layers.0.linear_attn.conv1d.weight": np.zeros((160, 4, 1), np.float32)},
@@ -149,6 +150,23 @@ SPOILED = {
     ),
     "header too long": (lambda d: lengthen(d / "model-00001-of-00002.safetensors"), "00002.safetensors is truncated"),
     "way out": (lambda d: edit_index(d, **{"model.norm.weight": "../x.safetensors"}), "names files outside its own"),
+    "way out by root": (
+        lambda d: edit_index(d, **{"model.norm.weight": "/etc/x.safetensors"}),
+        "names files outside its own",
+    ),
+    "shard with a line break": (
+        lambda d: edit_index(d, **{"model.norm.weight": "a\nb"}),
+        "names files outside its own",
+    ),
+    "name with a line break": (lambda d: edit_index(d, **{"a\nb": "x.safetensors"}), r"names a tensor 'a\\nb'"),
+    "deep index": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": ' + "[" * 100_000),
+        "is no index of tensors .RecursionError",
+    ),
+    "endless index": (
+        lambda d: os.truncate(d / "model.safetensors.index.json", 1 << 40),
+        "1099511627776 bytes are more than",
+    ),
     "wrong shard": (move_norm, r"says that model\.norm\.weight is in"),
     "unlisted": (unlist_norm, r"holds model\.norm\.weight, which .* does not list"),
     "no weight map": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "is no index of tensors"),

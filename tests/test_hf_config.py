@@ -26,6 +26,11 @@ def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in keys}
 
 
+def merge(values: dict[str, Any], place: str, **changes: object) -> dict[str, Any]:
+    """Changes in a nested object."""
+    return values | {place: values[place] | changes}
+
+
 def test_hybrid_target() -> None:
     config = parse_target(HYBRID, "config.json", has_head=True)
     assert config.layer_types == (("linear_attention",) * 3 + ("full_attention",)) * 2
@@ -82,6 +87,7 @@ def test_dialects_of_a_target_read_alike(dialect: dict[str, Any]) -> None:
         (HYBRID | {"vocab_size": True}, "vocab_size is True"),
         (HYBRID | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         (HYBRID | {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        (merge(HYBRID, "rope_parameters", partial_rotary_factor=1e308), r"factor is 1e\+308 .* number up to 1\."),
         (HYBRID | {"num_key_value_heads": 3}, "multiple of kv_heads"),
         (HYBRID | {"layer_types": ["full_attention"]}, "layer_types is .* for each of 8 layers"),
         (HYBRID | {"layer_types": ["sliding_attention"] * 8}, "layer_types"),
@@ -175,11 +181,6 @@ SPECULATORS = {
 }  # fmt: skip
 
 
-def merge(values: dict[str, Any], place: str, **changes: object) -> dict[str, Any]:
-    """Changes in a nested object."""
-    return values | {place: values[place] | changes}
-
-
 @pytest.mark.parametrize("dialect", [SPECFORGE, MODELOPT, SPECULATORS], ids=["SpecForge", "ModelOpt", "speculators"])
 def test_every_trainers_drafter_reads_alike(dialect: dict[str, Any]) -> None:
     assert parse_drafter(dialect, "c", target_layers=8) == parse_drafter(DRAFTER, "c", target_layers=8)
@@ -227,6 +228,7 @@ def test_sliding_windows_of_every_trainer(values: dict[str, Any], causal: tuple,
         (merge(SPECFORGE, "dflash_config", projector_type="dspark", markov_rank=256), "projector_type is 'dspark'"),
         (SPECFORGE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, "DSparkModel.* slot 0 predicts"),
         (SPECFORGE | {"markov_rank": 0, "block_size": 7}, "markov_rank is 0 .* slot 0 predicts"),
+        (SPECFORGE | {"architectures": 3}, "architectures is 3 but must be a list of strings"),
         (SPECFORGE | {"architectures": ["DFlash2DraftModel"]}, "DFlash 2 drafters are not implemented"),
         (SPECFORGE | {"architectures": ["LiLiCorrDraftModel"]}, "only DFlashDraftModel and DFlashSpeculator"),
         (SPECFORGE | {"is_neox_style": False}, "is_neox_style is False"),

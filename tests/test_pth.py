@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import random
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -14,10 +12,8 @@ import numpy as np
 import pytest
 from sources import GOLDENS, HYBRID, LOOP
 
-from convert.hf_config import parse_weaver
 from convert.pipeline import convert_checkpoint
 from convert.pth_io import PthReader
-from convert.rules import map_weaver
 from tfm_jax.errors import TfmError
 
 WEAVER = GOLDENS / "tfm" / "weaver_w1.pth"
@@ -30,7 +26,7 @@ BAD = {
     "truncated": r"truncated\.pth is no intact torch zip archive",
     "other_kind": r"other_kind\.pth: speculator_kind is 'something_else'",
     "malicious": r"malicious\.pth is refused: its pickle asks for io\.open",
-    "malicious_legacy": r"malicious_legacy\.pth is no intact torch zip archive .* legacy format",
+    "malicious_legacy": r"malicious_legacy\.pth is in torch's legacy format, a bare pickle",
 }
 
 
@@ -205,92 +201,3 @@ def test_archives_that_torch_never_writes_are_refused(tmp_path: Path) -> None:
         PthReader(locked)
     with pytest.raises(TfmError, match="does not exist"):
         PthReader(tmp_path)
-
-
-# Random damage
-
-
-def read_everything(file: Path) -> None:
-    reader = PthReader(file)
-    config = parse_weaver(reader.values, reader.tensors.keys(), str(file))
-    model = map_weaver(reader, config, str(file))
-    for path in model.rules:
-        model.make_parameter(path)
-
-
-def flip_bytes(rng: random.Random, content: bytearray) -> None:
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        content[rng.randrange(len(content))] = rng.randrange(256)
-
-
-def remove_bytes(rng: random.Random, content: bytearray) -> None:
-    start = rng.randrange(len(content))
-    del content[start : start + rng.choice((1, 4, 100))]
-
-
-def insert_bytes(rng: random.Random, content: bytearray) -> None:
-    start = rng.randrange(len(content))
-    content[start:start] = rng.randbytes(rng.choice((1, 4, 100)))
-
-
-def repeat_bytes(rng: random.Random, content: bytearray) -> None:
-    start = rng.randrange(len(content))
-    content[start:start] = content[start : start + rng.choice((1, 8, 300))]
-
-
-def cut_off(rng: random.Random, content: bytearray) -> None:
-    del content[rng.randrange(len(content)) :]
-
-
-MUTATIONS: tuple[Callable[[random.Random, bytearray], None], ...] = (
-    flip_bytes,
-    remove_bytes,
-    insert_bytes,
-    repeat_bytes,
-    cut_off,
-)
-
-
-def survives(file: Path, content: bytes) -> bool:
-    """Whether the file reads; any error but the one type ends the test."""
-    file.write_bytes(content)
-    try:
-        read_everything(file)
-    except TfmError:
-        return False
-    return True
-
-
-def test_no_damage_to_the_file_gets_past_the_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    rng, whole = random.Random(0), WEAVER.read_bytes()  # noqa: S311  (no secret)
-    directory = whole.index(b"PK\x01\x02")  # half of the damage goes to the list of entries at the end
-    outcomes = []
-    for turn in range(300):
-        first = directory if turn % 2 else 0
-        tail = bytearray(whole[first:])
-        rng.choice(MUTATIONS)(rng, tail)
-        outcomes.append(survives(tmp_path / "x.pth", whole[:first] + bytes(tail)))
-    assert outcomes.count(False) > 200
-    assert survives(tmp_path / "x.pth", whole)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["x.pth"]
-
-
-@pytest.mark.parametrize("name", ["weaver_w1", "bad/malicious"])
-def test_no_damage_to_the_pickle_gets_past_the_one_error(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checksums are right here, so that the damage reaches the interpreter."""
-    monkeypatch.chdir(tmp_path)
-    rng = random.Random(1)  # noqa: S311  (no secret)
-    with zipfile.ZipFile(GOLDENS / "tfm" / f"{name}.pth") as source:
-        storages = {entry.rpartition("/")[2]: source.read(entry) for entry in source.namelist() if "/data/" in entry}
-        (whole,) = (source.read(entry) for entry in source.namelist() if entry.endswith("data.pkl"))
-    outcomes = []
-    for _ in range(200):
-        data = bytearray(whole)
-        rng.choice(MUTATIONS)(rng, data)
-        file = archive(tmp_path / "y.pth", bytes(data), storages)
-        outcomes.append(survives(tmp_path / "x.pth", file.read_bytes()))
-    assert outcomes.count(False) > 100
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["x.pth", "y.pth"]
