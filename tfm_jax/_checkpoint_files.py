@@ -141,11 +141,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def stored_bytes(shapes: Mapping[str, Shape], itemsize: Mapping[str, int]) -> int:
-    """Bytes of the values of a piece, indices included."""
-    return sum(math.prod(shape) * itemsize[path] + _INDEX_BYTES for path, shape in shapes.items())
-
-
 def _read_header(directory: Path) -> ArrayFile:
     values = json.loads((directory / _HEADER).read_text(encoding="utf-8"))
     shape, dtype = tuple(values["shape"]), np.dtype(values["data_type"])
