@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+
 from tfm_jax.config import DrafterConfig, TargetConfig, WeaverConfig
+from tfm_jax.errors import TfmError
 
 Shape = tuple[int, ...]
 Tree = dict[Any, Any]  # nested dict, layer numbers as int keys, arrays as leaves
+
+# The recurrence of a Gated DeltaNet layer is float32 whatever the compute dtype.
+_FLOAT32_ALWAYS = ("mixer.A_log", "mixer.dt_bias", "mixer.norm.scale")
 
 
 def target_shapes(config: TargetConfig) -> dict[str, Shape]:
@@ -144,3 +151,28 @@ def locate_piece(model: str, path: str) -> tuple[str, str]:
     keys = path.split(".")
     depth = 2 if keys[0] == "layers" else 1
     return f"{model}/{'.'.join(keys[:depth])}", ".".join(keys[depth:])
+
+
+def stored_dtype(path: str, own: np.dtype, wanted: str | None) -> np.dtype:
+    """Dtype of an array of a piece: float32 for the recurrence's, else the wanted one, else its own."""
+    if path in _FLOAT32_ALWAYS:
+        return np.dtype(np.float32)
+    return own if wanted is None else np.dtype(wanted)
+
+
+def check_shapes(where: str, found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
+    """Check that a piece holds the arrays that it should.
+
+    Raises:
+        TfmError: an array is missing, superfluous or misshapen.
+    """
+    for path in sorted(found.keys() | expected.keys()):
+        if path not in found:
+            message = f"{where} lacks the array {path} of shape {expected[path]}; convert again."
+            raise TfmError(message)
+        if path not in expected:
+            message = f"{where} holds an unknown array {path} of shape {tuple(found[path])}; convert again."
+            raise TfmError(message)
+        if tuple(found[path]) != expected[path]:
+            message = f"{where}: {path} has shape {tuple(found[path])} but its configuration says {expected[path]}."
+            raise TfmError(message)
