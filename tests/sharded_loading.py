@@ -1,6 +1,6 @@
 """Loads an OUT on eight CPU devices; a program for `test_checkpoint`, since the number of devices is fixed at start.
 
-`python sharded_loading.py OUT TARGET` prints one line of JSON: how many arrays of OUT hold the values of a plain load and
+`python sharded_loading.py OUT TARGET` prints one line of JSON: how many arrays of OUT hold the values of a plain load,
 how many are split, and the tokens that TARGET generates on one device and on eight.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     engines = tfm_jax.load(sys.argv[2]), tfm_jax.load(sys.argv[2], sharding=replicated)
     options = {"method": "ar", "max_new_tokens": 8, "ignore_eos": True}
     tokens = [engine.generate([[1, 2, 3]], **options)[0].token_ids for engine in engines]
-    print(json.dumps({"exact": exact, "split": parts, "tokens": tokens}))
+    sys.stdout.write(json.dumps({"exact": exact, "split": parts, "tokens": tokens}))
 
 
 if __name__ == "__main__":

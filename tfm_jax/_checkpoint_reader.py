@@ -19,7 +19,7 @@ import numpy as np
 
 from tfm_jax._checkpoint_config import CheckpointConfig, expected_pieces
 from tfm_jax._checkpoint_files import ArrayFile, bands, read_piece
-from tfm_jax._checkpoint_layout import Shape, Tree, check_shapes, nest, stored_dtype
+from tfm_jax._checkpoint_layout import Shape, Tree, check_shapes, locate_piece, nest, stored_dtype
 from tfm_jax.errors import TfmError
 
 Sharding = jax.sharding.Sharding | Callable[[str, Shape], jax.sharding.Sharding]
@@ -64,12 +64,11 @@ def read_models(path: Path, config: CheckpointConfig, dtype: str | None, shardin
     """
     chosen = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     arrays: list[_Array] = []
-    for name, shapes in expected_pieces(config).items():
-        model, _, prefix = name.partition("/")
-        for rest, source in _open_piece(path / name, shapes).items():
-            full = f"{model}/{prefix}.{rest}" if prefix else f"{model}/{rest}"
-            place = chosen(full, source.shape) if callable(chosen) else chosen
-            arrays.append(_Array(full, source, stored_dtype(rest, source.dtype, dtype), place))
+    for model, sources in open_models(path, config).items():
+        for rest, source in sources.items():
+            place = chosen(f"{model}/{rest}", source.shape) if callable(chosen) else chosen
+            own = stored_dtype(locate_piece(model, rest)[1], source.dtype, dtype)
+            arrays.append(_Array(f"{model}/{rest}", source, own, place))
     models: dict[str, dict[str, jax.Array]] = {}
     flying: collections.deque[jax.Array] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -81,6 +80,20 @@ def read_models(path: Path, config: CheckpointConfig, dtype: str | None, shardin
             if len(flying) > _FLYING:
                 flying.popleft().block_until_ready()
     return {model: nest(arrays) for model, arrays in models.items()}
+
+
+def open_models(path: Path, config: CheckpointConfig) -> dict[str, dict[str, ArrayFile]]:
+    """Every array on disk by model and dotted path.
+
+    Raises:
+        TfmError: a piece is missing or damaged.
+    """
+    models: dict[str, dict[str, ArrayFile]] = {}
+    for name, shapes in expected_pieces(config).items():
+        model, _, prefix = name.partition("/")
+        for rest, source in _open_piece(path / name, shapes).items():
+            models.setdefault(model, {})[f"{prefix}.{rest}" if prefix else rest] = source
+    return models
 
 
 def _open_piece(piece: Path, shapes: Mapping[str, Shape]) -> dict[str, ArrayFile]:
