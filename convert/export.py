@@ -20,7 +20,7 @@ import numpy as np
 
 from convert.pth_writer import PthTensor, write_pth
 from convert.rules import Rule, Table, tabulate_drafter, tabulate_weaver
-from convert.transforms import join, keep
+from convert.transforms import keep
 from tfm_jax.checkpoint import ArrayFile, open_models, read_config
 from tfm_jax.config import DrafterConfig, WeaverConfig
 from tfm_jax.errors import TfmError
@@ -37,7 +37,7 @@ class _Tensor(NamedTuple):
 
     def make(self) -> np.ndarray:
         values = self.parameter.read_rows(0, self.parameter.shape[0])
-        return values if self.columns is None else np.concatenate(list(join([values[:, self.columns]])))
+        return values if self.columns is None else values[:, self.columns].T
 
 
 def export_checkpoint(out: Path, destination: Path, model: Literal["drafter", "weaver"]) -> list[Path]:

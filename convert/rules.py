@@ -16,6 +16,7 @@ import numpy as np
 
 from convert.tensors import TensorInfo, TensorReader
 from convert.transforms import (
+    Memory,
     Sizes,
     Tensor,
     Transform,
@@ -206,21 +207,23 @@ class Model(NamedTuple):
 
     Attributes:
         skipped: number of tensors that no rule reads and text generation does not need, by prefix.
+        memory: for its parameters, one after the other.
     """
 
     reader: TensorReader
     rules: Mapping[str, Rule]
     sizes: Sizes
     skipped: Mapping[str, int]
+    memory: Memory
 
     def make_blocks(self, path: str) -> Iterator[np.ndarray]:
         """Read the tensors of a rule and transform them: the parameter in blocks along its first axis."""
         rule = self.rules[path]
-        return rule.transform([Tensor(self.reader, name) for name in rule.tensors], self.sizes)
+        return rule.transform([Tensor(self.reader, name, self.memory) for name in rule.tensors], self.sizes)
 
     def make_parameter(self, path: str) -> np.ndarray:
         """The same in one array."""
-        return np.concatenate(list(self.make_blocks(path)))
+        return np.concatenate(list(self.make_blocks(path)))  # a copy, so the memory is free again
 
 
 def map_target(reader: TensorReader, config: TargetConfig, place: str) -> Model:
@@ -354,7 +357,7 @@ def _map(
             message = f"{tensors[name].file}: unknown tensor {name} of shape {tensors[name].shape}; no rule reads it."
             raise TfmError(message)
         skipped[prefix[1]] += 1
-    return Model(reader, chosen, sizes, skipped)
+    return Model(reader, chosen, sizes, skipped, Memory())
 
 
 def _check_tensor(name: str, info: TensorInfo, shape: tuple[int, ...], words: str) -> None:

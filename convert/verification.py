@@ -119,9 +119,12 @@ def _compare(out: Path, name: str, array: ArrayFile, models: Mapping[str, Model]
 def _compare_logits(out: Path, target: Path, prompt: list[int]) -> Logits:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from tfm_jax.engine import load
 
+    logging.set_verbosity_error()  # it tells at length which faster kernels are missing
+    logging.disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = theirs(torch.tensor([prompt])).logits[0].float().numpy()
