@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
+from tfm_jax._checkpoint_files import ArrayWriter
 from tfm_jax._checkpoint_layout import drafter_shapes, flatten, nest, target_shapes, weaver_shapes
 from tfm_jax.checkpoint import (
     CheckpointConfig,
@@ -218,6 +221,27 @@ def test_files_are_orbax_s_own(saved: Path, tmp_path: Path) -> None:
             theirs.pop("commit_success.txt", None)  # names the directory of the run
             assert {path: text.replace(b"jax.Array", b"np.ndarray") for path, text in theirs.items()} == ours
             shutil.rmtree(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+@pytest.mark.parametrize("rows", [1031, 2048])
+def test_large_arrays_are_written_block_by_block(place: str, rows: int, tmp_path: Path) -> None:
+    """Past the page cache where the file system can: neither blocks nor sizes need to fit its pages."""
+    values = np.random.default_rng(0).standard_normal((rows, 4099 if rows % 2 else 4096), np.float32)
+    with tempfile.TemporaryDirectory(dir=tmp_path if place == "disk" else memory_disk()) as folder:
+        directory = Path(folder) / "array"
+        blocks = (values[start : start + 100] for start in range(0, rows, 100))
+        ArrayWriter().write(directory, values.shape, values.dtype, blocks)
+        content = (directory / "c/0/0").read_bytes()
+    assert content[:-20] == values.tobytes()
+    assert content[-20:-4] == struct.pack("<QQ", 0, values.nbytes)
+
+
+def memory_disk() -> Path:
+    folder = Path("/dev/shm")  # noqa: S108
+    if not folder.is_dir():
+        pytest.skip("no file system in memory")
+    return folder
 
 
 def test_every_array_lies_as_asked_for_on_eight_devices(saved: Path, tmp_path: Path) -> None:

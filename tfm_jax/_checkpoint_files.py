@@ -12,6 +12,9 @@ here so that an array goes to disk block by block and comes back straight into i
 from __future__ import annotations
 
 import errno
+import fcntl
+import functools
+import itertools
 import json
 import math
 import mmap
@@ -28,6 +31,7 @@ from tfm_jax._checkpoint_layout import Shape
 from tfm_jax.errors import TfmError
 
 _HEADER, _TREE, _HANDLER = "zarr.json", "_METADATA", "_CHECKPOINT_METADATA"
+_BUFFER, _PAGE = 8 << 20, 4096  # bytes
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python does not name
 _ORBAX_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _INDEX_BYTES = 20
@@ -95,26 +99,76 @@ class MappedArray(NamedTuple):
                 raise
 
 
-def write_array(directory: Path, shape: Shape, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> None:
-    """Write one array.
+class ArrayWriter:
+    """Writes arrays by way of one buffer, past the page cache where the file system lets it.
 
-    Args:
-        directory: to create.
-        shape: of the whole array.
-        dtype: to store; blocks of another are cast.
-        blocks: consecutive parts of the array along its first axis.
-
-    Raises:
-        OSError: the disk refuses.
+    What is written is not read again soon, and filling the page cache takes far more time than the disk does.
     """
-    file = directory / _values_name(len(shape))
-    file.parent.mkdir(parents=True)
-    with file.open("wb") as stream:
-        for block in blocks:
-            values = np.ascontiguousarray(block, dtype)
-            stream.write(values.reshape(-1).view(np.uint8).data)
-        stream.write(_index(math.prod(shape) * dtype.itemsize))
-    (directory / _HEADER).write_text(_dump(_header(shape, dtype)), encoding="utf-8")
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # at a page's border, as direct writes want it
+
+    def write(self, directory: Path, shape: Shape, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> None:
+        """Write one array.
+
+        Args:
+            directory: to create.
+            shape: of the whole array.
+            dtype: to store; blocks of another are cast.
+            blocks: consecutive parts of the array along its first axis.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        file = directory / _values_name(len(shape))
+        file.parent.mkdir(parents=True)
+        size = math.prod(shape) * dtype.itemsize
+        descriptor = _create(file, direct=size >= _BUFFER)
+        try:
+            filled = total = 0
+            for content in itertools.chain(
+                map(functools.partial(_bytes_of, dtype=dtype), blocks), [memoryview(_index(size))]
+            ):
+                left = content
+                while left:
+                    count = min(len(left), _BUFFER - filled)
+                    self._buffer[filled : filled + count] = left[:count]
+                    left, filled, total = left[count:], filled + count, total + count
+                    if filled == _BUFFER:
+                        _write_all(descriptor, self._buffer)
+                        filled = 0
+            _write_all(descriptor, self._buffer[: -(-filled // _PAGE) * _PAGE])
+            os.ftruncate(descriptor, total)
+        finally:
+            os.close(descriptor)
+        (directory / _HEADER).write_text(_dump(_header(shape, dtype)), encoding="utf-8")
+
+
+def _bytes_of(block: np.ndarray, dtype: np.dtype) -> memoryview:
+    return np.ascontiguousarray(block, dtype).reshape(-1).view(np.uint8).data
+
+
+def _create(file: Path, *, direct: bool) -> int:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(file, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            file.unlink(missing_ok=True)  # some file systems have made it all the same
+    return os.open(file, flags, 0o666)
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        try:
+            content = content[os.write(descriptor, content) :]
+        except OSError as error:  # larger pages than ours, or a file system that has no direct writes after all
+            flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & getattr(os, "O_DIRECT", 0):
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
 def write_tree(piece: Path, paths: Iterable[str]) -> None:

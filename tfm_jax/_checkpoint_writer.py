@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from tfm_jax._checkpoint_config import CONFIG_FILE, TOKENIZER_FILE, CheckpointConfig, Dtype, expected_pieces
-from tfm_jax._checkpoint_files import read_piece, sync, sync_tree, write_array, write_tree
+from tfm_jax._checkpoint_files import ArrayWriter, read_piece, sync, sync_tree, write_tree
 from tfm_jax._checkpoint_layout import Shape, check_shapes, stored_dtype
 from tfm_jax.errors import TfmError
 
@@ -63,6 +63,7 @@ class CheckpointWriter:
         self._origin = origin
         self._pieces = expected_pieces(config)
         self._journal: IO[str] | None = None
+        self._arrays = ArrayWriter()
         self._keep = self._done = False
         self.finished: dict[str, Note] = {}
         check_free(out)
@@ -128,7 +129,7 @@ class CheckpointWriter:
             while following is not None:
                 array = _Parts(following, rest)
                 shape = expected.get(array.path, array.shape)
-                write_array(draft / array.path, shape, stored_dtype(array.path, array.dtype, self._dtype), array)
+                self._arrays.write(draft / array.path, shape, stored_dtype(array.path, array.dtype, self._dtype), array)
                 found[array.path] = array.shape
                 following = array.following
             check_shapes(name, found, expected)
