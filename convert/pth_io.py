@@ -86,7 +86,8 @@ class PthReader:
             for name, tensor in state.items():
                 _check_tensor(name, tensor, archive, self._prefix)
         self._tensors: dict[str, _Tensor] = state
-        self.values = {key: _plain(value) for key, value in saved.items() if isinstance(value, dict)}
+        others = {key: value for key, value in saved.items() if isinstance(value, dict) and value is not state}
+        self.values = {key: _plain(value) for key, value in others.items()}
         self.tensors = {
             name: TensorInfo(tensor.shape, tensor.storage.dtype.name, str(file)) for name, tensor in state.items()
         }
