@@ -17,6 +17,7 @@ import numpy as np
 from convert.tensors import TensorInfo, TensorReader
 from convert.transforms import (
     Sizes,
+    Tensor,
     Transform,
     fuse,
     fuse_gated,
@@ -41,7 +42,7 @@ class Rule(NamedTuple):
 
     Attributes:
         path: dotted path of the parameter.
-        transform: from the tensors, in order and one at a time, to the parameter.
+        transform: from the tensors, in order, to the blocks of the parameter.
         tensors: name → shape in words.
     """
 
@@ -212,10 +213,14 @@ class Model(NamedTuple):
     sizes: Sizes
     skipped: Mapping[str, int]
 
-    def make_parameter(self, path: str) -> np.ndarray:
-        """Read the tensors of a rule and transform them."""
+    def make_blocks(self, path: str) -> Iterator[np.ndarray]:
+        """Read the tensors of a rule and transform them: the parameter in blocks along its first axis."""
         rule = self.rules[path]
-        return rule.transform((self.reader.read(name) for name in rule.tensors), self.sizes)
+        return rule.transform([Tensor(self.reader, name) for name in rule.tensors], self.sizes)
+
+    def make_parameter(self, path: str) -> np.ndarray:
+        """The same in one array."""
+        return np.concatenate(list(self.make_blocks(path)))
 
 
 def map_target(reader: TensorReader, config: TargetConfig, place: str) -> Model:

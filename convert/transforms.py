@@ -1,99 +1,154 @@
 """Transforms from the tensors of a rule to a parameter, written once for every model.
 
-Each takes the tensors in the order of the rule, one at a time, and the sizes that the rule's shapes refer to. Tensors
-are torch's ([out, in]); kernels become [in, out].
+Each takes the tensors in the order of the rule and the sizes that the rule's shapes refer to, and yields the parameter
+in blocks along its first axis, so that no second copy of a large one is ever in memory. Every value is read once.
+Tensors are torch's ([out, in]); kernels become [in, out].
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from convert.tensors import TensorReader
+
 Sizes = Mapping[str, int]
-Transform = Callable[[Iterator[np.ndarray], Sizes], np.ndarray]
 
-_BAND = 256  # rows
+_BLOCK = 64 << 20  # bytes
+_TILE = 32, 512  # source rows and columns that are transposed at once; they stay in the cache
 
 
-def keep(tensors: Iterator[np.ndarray], _: Sizes) -> np.ndarray:
+class Tensor(NamedTuple):
+    """A tensor that is still on disk."""
+
+    reader: TensorReader
+    name: str
+
+    def read(self) -> np.ndarray:
+        """All values."""
+        return self.reader.read(self.name)
+
+    def read_rows(self, start: int, stop: int) -> np.ndarray:
+        """Entries of the first axis."""
+        return self.reader.read_rows(self.name, start, stop)
+
+    @property
+    def rows(self) -> int:
+        """Length of the first axis."""
+        return self.reader.tensors[self.name].shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of the first axis."""
+        info = self.reader.tensors[self.name]
+        return math.prod(info.shape[1:]) * np.dtype(info.dtype).itemsize
+
+
+Transform = Callable[[Sequence[Tensor], Sizes], Iterator[np.ndarray]]
+
+
+def keep(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """The tensor as it is."""
-    return next(tensors)
+    (tensor,) = tensors
+    step = max(1, _BLOCK // tensor.row_bytes)
+    for start in range(0, tensor.rows, step):
+        yield tensor.read_rows(start, min(start + step, tensor.rows))
 
 
-def transpose(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def transpose(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """[out, in] → [in, out]."""
     return fuse(tensors, sizes)
 
 
-def fuse(tensors: Iterator[np.ndarray], _: Sizes) -> np.ndarray:
+def fuse(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """Several [out, in] → one [in, out | out | …], in the order of the rule."""
-    parts = list(tensors)
-    fused = np.empty((parts[0].shape[1], sum(map(len, parts))), np.result_type(*parts))
-    start = 0
-    for part in parts:
-        for first in range(0, len(part), _BAND):  # in bands that stay in the cache: twice as fast as all at once
-            band = part[first : first + _BAND].T
-            fused[:, start + first : start + first + band.shape[1]] = band
-        start += len(part)
-    return fused
+    return _join([tensor.read() for tensor in tensors])
 
 
-def fuse_gated(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def fuse_gated(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """As `fuse`; the first tensor interleaves [query | gate] per head and is split into all queries, then all gates."""
-    interleaved = next(tensors)
-    heads = interleaved.reshape(-1, 2, sizes["head"], sizes["hidden"])
-    split = (heads[:, part].reshape(-1, sizes["hidden"]) for part in range(2))
-    return fuse(iter([*split, *tensors]), sizes)
+    interleaved, *rest = tensors
+    heads = interleaved.read().reshape(-1, 2, sizes["head"], sizes["hidden"])
+    split = [heads[:, part].reshape(-1, sizes["hidden"]) for part in range(2)]
+    return _join([*split, *(tensor.read() for tensor in rest)])
 
 
-def fuse_grouped(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def fuse_grouped(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """As `fuse`, of two tensors that hold [q | k | v | z] and [b | a] per key head: all q, then all k, v, z, b, a."""
     key, value = sizes["key_dim"], sizes["value"] // sizes["key_heads"]
     gates = sizes["value_heads"] // sizes["key_heads"]
     widths = ((key, key, value, value), (gates, gates))
     parts = []
     for tensor, group in zip(tensors, widths, strict=True):
-        heads = tensor.reshape(sizes["key_heads"], -1, sizes["hidden"])
+        heads = tensor.read().reshape(sizes["key_heads"], -1, sizes["hidden"])
         parts += [part.reshape(-1, sizes["hidden"]) for part in np.split(heads, np.cumsum(group)[:-1], axis=1)]
-    return fuse(iter(parts), sizes)
+    return _join(parts)
 
 
-def stack_pairs(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def stack_pairs(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """Two tensors of every expert, each pair as in `fuse`: [experts, in, out | out]."""
-    return _stack((fuse(iter(pair), sizes) for pair in zip(tensors, tensors, strict=True)), sizes)
+    for gate, up in zip(tensors[::2], tensors[1::2], strict=True):
+        yield _transpose([gate.read(), up.read()])[None]
 
 
-def stack(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def stack(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """One [out, in] of every expert → [experts, in, out]."""
-    return _stack((fuse(iter([tensor]), sizes) for tensor in tensors), sizes)
+    for tensor in tensors:
+        yield _transpose([tensor.read()])[None]
 
 
-def transpose_each(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def transpose_each(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """[experts, out, in] → [experts, in, out]."""
-    return stack(iter(next(tensors)), sizes)
+    (tensor,) = tensors
+    for expert in range(tensor.rows):
+        yield _transpose([tensor.read_rows(expert, expert + 1)[0]])[None]
 
 
-def _stack(kernels: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
-    """Kernels of all experts, one in memory at a time besides the result."""
-    first = next(kernels)
-    stacked = np.empty((sizes["experts"], *first.shape), first.dtype)
-    for index, kernel in enumerate(itertools.chain([first], kernels)):
-        stacked[index] = kernel
-    return stacked
-
-
-def take_query(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def take_query(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """The query's part of a fused [query | key | value]."""
-    return fuse(iter([next(tensors)[: sizes["query"]]]), sizes)
+    (tensor,) = tensors
+    return _join([tensor.read_rows(0, sizes["query"])])
 
 
-def take_key_value(tensors: Iterator[np.ndarray], sizes: Sizes) -> np.ndarray:
+def take_key_value(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """The rest of a fused [query | key | value]."""
-    return fuse(iter([next(tensors)[sizes["query"] :]]), sizes)
+    (tensor,) = tensors
+    return _join([tensor.read_rows(sizes["query"], tensor.rows)])
 
 
-def unroll_conv(tensors: Iterator[np.ndarray], _: Sizes) -> np.ndarray:
+def unroll_conv(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """Depthwise [channels, 1, width] → [width, channels]; the last row still multiplies the current token."""
-    return np.ascontiguousarray(next(tensors)[:, 0].T)
+    (tensor,) = tensors
+    yield np.ascontiguousarray(tensor.read()[:, 0].T)
+
+
+def _join(parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Blocks of `_transpose(parts)`."""
+    outputs = sum(map(len, parts))
+    step = max(1, _BLOCK // (outputs * max(part.itemsize for part in parts)))
+    for start in range(0, parts[0].shape[1], step):
+        yield _transpose([part[:, start : start + step] for part in parts])
+
+
+def _transpose(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Several [out, in] → [in, out | out | …]."""
+    dtype = np.result_type(*parts)
+    result = np.empty((parts[0].shape[1], sum(map(len, parts))), dtype)
+    bits = np.dtype(f"u{dtype.itemsize}")  # NumPy copies whole numbers faster than bfloat16
+    start = 0
+    for part in parts:
+        stop = start + len(part)
+        _transpose_tiles(part.astype(dtype, copy=False).view(bits), result[:, start:stop].view(bits))
+        start = stop
+    return result
+
+
+def _transpose_tiles(source: np.ndarray, result: np.ndarray) -> None:
+    rows, columns = _TILE
+    for column in range(0, source.shape[1], columns):
+        for row in range(0, source.shape[0], rows):
+            tile = source[row : row + rows, column : column + columns].T
+            result[column : column + columns, row : row + rows] = tile

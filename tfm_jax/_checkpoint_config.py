@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tfm_jax._checkpoint_layout import Shape, drafter_shapes, locate_piece, target_shapes, weaver_shapes
+import numpy as np
+
+from tfm_jax._checkpoint_layout import Shape, drafter_shapes, locate_piece, stored_dtype, target_shapes, weaver_shapes
 from tfm_jax.config import DrafterConfig, TargetConfig, WeaverConfig
 from tfm_jax.errors import TfmError
 
@@ -17,6 +20,8 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 Dtype = Literal["float32", "bfloat16"]
+
+_OVERHEAD = 16 << 10  # bytes an array: header, index, directories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +120,12 @@ def expected_pieces(config: CheckpointConfig) -> dict[str, dict[str, Shape]]:
             name, rest = locate_piece(model, path)
             pieces.setdefault(name, {})[rest] = shape
     return pieces
+
+
+def stored_bytes(shapes: Mapping[str, Shape], dtype: Dtype) -> int:
+    """Bytes that a piece takes on disk, with what every file needs besides its values."""
+    sizes = (math.prod(shape) * stored_dtype(path, np.dtype(dtype), dtype).itemsize for path, shape in shapes.items())
+    return sum(sizes) + len(shapes) * _OVERHEAD
 
 
 def _check_drafter(drafter: DrafterConfig, target: TargetConfig) -> None:

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,11 +139,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def stored_bytes(shapes: Mapping[str, Shape], itemsize: Mapping[str, int]) -> int:
-    """Bytes of the values of a piece, indices included."""
-    return sum(math.prod(shape) * itemsize[path] + _INDEX_BYTES for path, shape in shapes.items())
 
 
 def _read_header(directory: Path) -> ArrayFile:

@@ -27,10 +27,11 @@ from tfm_jax._checkpoint_config import (
     Dtype,
     expected_pieces,
     read_config,
+    stored_bytes,
 )
 from tfm_jax._checkpoint_layout import Shape, Tree, flatten, locate_piece
 from tfm_jax._checkpoint_reader import Sharding, read_models
-from tfm_jax._checkpoint_writer import CheckpointWriter
+from tfm_jax._checkpoint_writer import CheckpointWriter, check_free, finished_pieces
 
 __all__ = [
     "CONFIG_FILE",
@@ -42,10 +43,13 @@ __all__ = [
     "Shape",
     "Sharding",
     "Tree",
+    "check_free",
     "expected_pieces",
+    "finished_pieces",
     "load_checkpoint",
     "read_config",
     "save_checkpoint",
+    "stored_bytes",
 ]
 
 
