@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -147,7 +147,7 @@ def inspect_checkpoint(path: Path, *, context: int | None = None, dtype: Dtype =
         if "format" in values:
             kind, (models, source) = "converted", _inspect_converted(path)
         elif _is_drafter(values):
-            kind, models = "drafter", (_inspect_drafter(path, values),)
+            kind, models = "drafter", (_inspect_drafter(path, values, None),)
         else:
             kind, models = "target", (_inspect_target(path, values),)
     positions = [m.config.max_positions for m in models if isinstance(m.config, TargetConfig | DrafterConfig)]
@@ -157,6 +157,22 @@ def inspect_checkpoint(path: Path, *, context: int | None = None, dtype: Dtype =
         message = f"context is {context}; choose 1 to {min(positions, default=context)} tokens."
         raise TfmError(message)
     return Inspection(str(path), kind, models, estimate_memory([m.config for m in models], context, dtype), source)
+
+
+def find_unknown_keys(target: Path, drafter: Path | None, weaver: Path | None) -> dict[Path, tuple[str, ...]]:
+    """Names in the configurations of a conversion's sources that nothing here reads, by source; those without left out.
+
+    Raises:
+        TfmError: as `inspect_checkpoint`.
+    """
+    facts = {target: _inspect_target(target, Watched(read_json(target / CONFIG_FILE)))}
+    config = facts[target].config
+    if drafter is not None and isinstance(config, TargetConfig):
+        values = Watched(read_json(drafter / CONFIG_FILE))
+        facts[drafter] = _inspect_drafter(drafter, values, len(config.layer_types))
+    if weaver is not None:
+        facts[weaver] = _inspect_weaver(weaver)
+    return {path: found.unknown_keys for path, found in facts.items() if found.unknown_keys}
 
 
 def estimate_memory(configs: list[Config], context: int, dtype: Dtype) -> Memory:
@@ -199,12 +215,14 @@ def _inspect_target(path: Path, values: Watched) -> ModelFacts:
     return _describe("target", config, map_target(reader, config, str(path)), values.unseen(known))
 
 
-def _inspect_drafter(path: Path, values: Watched) -> ModelFacts:
+def _inspect_drafter(path: Path, values: Watched, target_layers: int | None) -> ModelFacts:
     place = str(path / CONFIG_FILE)
     keys = Keys(place, Keys(place, values).nested("dflash_config"), values)
-    if all(keys.get(key) is None for key in ("num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids")):
-        keys.refuse("target_layer_ids", "without num_target_layers it cannot be worked out")
-    config = parse_drafter(values, place, target_layers=keys.integer("num_target_layers", default=1))
+    if target_layers is None:
+        if not any(keys.get(key) for key in ("num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids")):
+            keys.refuse("target_layer_ids", "without num_target_layers it cannot be worked out")
+        target_layers = keys.integer("num_target_layers", default=1)
+    config = parse_drafter(values, place, target_layers=target_layers)
     model = map_drafter(SafetensorsReader(path), config, str(path))
     return _describe("drafter", config, model, values.unseen(_KNOWN | _KNOWN_DRAFTER))
 
@@ -228,7 +246,7 @@ def _describe(name: Name, config: Config, model: Model, unknown: list[str]) -> M
         model=name,
         family=_family(config),
         config=config,
-        types=collections.Counter(info.dtype for info in tensors.values()),
+        types=_count(info.dtype for info in tensors.values()),
         tensors=len(sizes),
         parameters=sum(math.prod(shape) for shape in _shapes(config).values()),
         bytes=sum(Path(file).stat().st_size for file in {info.file for info in tensors.values()}),
@@ -248,7 +266,7 @@ def _inspect_converted(path: Path) -> tuple[tuple[ModelFacts, ...], Mapping[str,
             model=name,
             family=_family(model),
             config=model,
-            types=collections.Counter(array.dtype.name for array in arrays[name]),
+            types=_count(array.dtype.name for array in arrays[name]),
             tensors=len(arrays[name]),
             parameters=sum(math.prod(array.shape) for array in arrays[name]),
             bytes=sum(array.file.stat().st_size for array in arrays[name]),
@@ -269,6 +287,10 @@ def _read_arrays(piece: Path, shapes: Mapping[str, Shape]) -> list[ArrayFile]:
     return list(found.values())
 
 
+def _count(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(collections.Counter(names).items()))
+
+
 def _family(config: Config) -> str:
     if isinstance(config, TargetConfig):
         return config.family
@@ -287,7 +309,7 @@ def describe(inspection: Inspection) -> str:
         f"{inspection.path}: {'converted checkpoint, format 1' if inspection.kind == 'converted' else inspection.kind}"
     ]
     for facts in inspection.models:
-        types = ", ".join(f"{count} {name}" for name, count in sorted(facts.types.items()))
+        types = ", ".join(f"{count} {name}" for name, count in facts.types.items())
         lines += [
             f"{facts.model} ({facts.family})",
             f"  {_sizes(facts.config)}",
