@@ -98,8 +98,10 @@ def _download(source: str, name: str, revision: str | None, wanted: Sequence[str
     if quiet:
         utils.disable_progress_bars()
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
+        nested = [] if wanted != DIRECTORY_FILES else ["*/*"]  # other formats of the same weights lie in folders
+        found = snapshot_download(name, revision=revision, allow_patterns=list(wanted), ignore_patterns=nested)
     except Exception as error:  # the Hub's client reports by its own, httpx's and the system's types
         reason = next(iter(str(error).splitlines()), "")[:200]
         message = f"{source} is no path here and cannot be downloaded ({type(error).__name__}: {reason}); {by_hand}."
         raise TfmError(message) from error
+    return Path(found)
