@@ -75,7 +75,24 @@ class Inspect:
     """Print one JSON object."""
 
 
-_COMMANDS = {"convert": Convert, "inspect": Inspect}
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write the drafter or the Weaver of a converted directory for other software, number for number.
+
+    The drafter becomes a directory that SGLang and vLLM read, the Weaver a .pth file for its reference loader.
+    """
+
+    path: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """Converted directory."""
+
+    drafter: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory to create for the drafter."""
+
+    weaver: Annotated[Path | None, tyro.conf.arg(metavar="FILE.pth")] = None
+    """File to create for the Weaver."""
+
+
+_COMMANDS = {"convert": Convert, "inspect": Inspect, "export": Export}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = tyro.cli(
             _COMMANDS[command], prog=prog, args=words, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
         )
-        print(_inspect(options) if isinstance(options, Inspect) else _convert(options), end="")
+        print(_run(options), end="")
     except TfmError as error:
         print(f"error: {error}", file=sys.stderr)
         return _USER_ERROR
@@ -98,6 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _run(options: Convert | Inspect | Export) -> str:
+    if isinstance(options, Inspect):
+        return _inspect(options)
+    return _export(options) if isinstance(options, Export) else _convert(options)
+
+
 def _inspect(options: Inspect) -> str:
     from convert.inspection import describe, inspect_checkpoint
 
@@ -105,10 +128,27 @@ def _inspect(options: Inspect) -> str:
     return (json.dumps(found.to_dict(), indent=2) if options.json else describe(found)) + "\n"
 
 
+def _export(options: Export) -> str:
+    from convert.export import export_checkpoint
+
+    if options.drafter is None and options.weaver is None:
+        message = "nothing to export; give --drafter DIR, --weaver FILE.pth or both."
+        raise TfmError(message)
+    files = []
+    if options.drafter is not None:
+        files += export_checkpoint(options.path, options.drafter, "drafter")
+    if options.weaver is not None:
+        files += export_checkpoint(options.path, options.weaver, "weaver")
+    return "".join(f"{file}\n" for file in files)
+
+
 def _convert(options: Convert) -> str:
     from convert.inspection import find_unknown_keys
     from convert.pipeline import check_conversion, convert_checkpoint
 
+    if options.dry_run and options.verify:
+        message = "--verify compares what a run has written; leave out --dry-run."
+        raise TfmError(message)
     silent = options.quiet or not sys.stderr.isatty()
     target = resolve(options.target, options.revision, quiet=silent)
     drafter = weaver = None
@@ -139,9 +179,23 @@ def _convert(options: Convert) -> str:
             report += f"; went on after {done.resumed} pieces of an earlier run"
         for name, count in done.non_finite.items():
             _warn(f"{name} holds {count} NaN or infinite values.")
+        if options.verify:
+            report += "\n" + _verify(options, target.path, drafter, weaver)
     for path, names in find_unknown_keys(target.path, drafter, weaver).items():
         _warn(f"{path}: nothing reads the keys {', '.join(names)}; they are left out.")
     return "" if options.quiet else f"{report}\n"
+
+
+def _verify(options: Convert, target: Path, drafter: Path | None, weaver: Path | None) -> str:
+    from convert.verification import verify_checkpoint
+
+    with _progress_bar("verifying", quiet=options.quiet) as progress:
+        found = verify_checkpoint(options.out, target, drafter, weaver, progress=progress)
+    report = f"{found.parameters} of {found.of} arrays ({found.values:,} values) are those of the sources"
+    if found.logits is None:
+        return report + "; logits not compared, for want of torch and transformers (the extra tfm-jax[verify])"
+    near = f"within {found.logits.difference:.2g} of transformers', the largest of which is {found.logits.largest:.2g}"
+    return report + f"; logits {near}; {found.logits.agreed} of {found.logits.prefixes} next tokens agree"
 
 
 def _and_skipped(skipped: Mapping[str, int]) -> str:

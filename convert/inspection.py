@@ -16,11 +16,9 @@ from convert.hf_config import parse_drafter, parse_target, parse_weaver, read_js
 from convert.pth_io import PthReader
 from convert.rules import Model, map_drafter, map_target, map_weaver
 from convert.safetensors_io import SafetensorsReader
-from tfm_jax._checkpoint_config import CONFIG_FILE, Dtype, expected_pieces, read_config
-from tfm_jax._checkpoint_files import ArrayFile, read_piece
+from tfm_jax._checkpoint_config import CONFIG_FILE, Dtype
 from tfm_jax._checkpoint_layout import (
     Shape,
-    check_shapes,
     drafter_shapes,
     locate_piece,
     stored_dtype,
@@ -256,11 +254,11 @@ def _describe(name: Name, config: Config, model: Model, unknown: list[str]) -> M
 
 
 def _inspect_converted(path: Path) -> tuple[tuple[ModelFacts, ...], Mapping[str, Any]]:
+    from tfm_jax.checkpoint import open_models, read_config
+
     config = read_config(path)
-    arrays: dict[str, list[ArrayFile]] = collections.defaultdict(list)
-    for name, shapes in expected_pieces(config).items():
-        arrays[name.partition("/")[0]] += _read_arrays(path / name, shapes)
     models: dict[Name, Config | None] = {"target": config.target, "drafter": config.drafter, "weaver": config.weaver}
+    arrays = {name: list(found.values()) for name, found in open_models(path, config).items()}
     facts = [
         ModelFacts(
             model=name,
@@ -275,16 +273,6 @@ def _inspect_converted(path: Path) -> tuple[tuple[ModelFacts, ...], Mapping[str,
         if model is not None
     ]
     return tuple(facts), config.source
-
-
-def _read_arrays(piece: Path, shapes: Mapping[str, Shape]) -> list[ArrayFile]:
-    try:
-        found = read_piece(piece)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        message = f"{piece} is damaged or missing ({type(error).__name__}: {error}); convert again."
-        raise TfmError(message) from error
-    check_shapes(str(piece), {name: array.shape for name, array in found.items()}, shapes)
-    return list(found.values())
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:

@@ -230,7 +230,7 @@ def _has_own_head(reader: SafetensorsReader, values: Mapping[str, Any], place: s
 
 
 def _identify(config: CheckpointConfig, models: Mapping[str, Model], dtype: Dtype) -> str:
-    """Digest of what decides the bytes of OUT: version, options, configurations, headers, sizes and times of files."""
+    """Digest of what decides the bytes of OUT: version, options, configurations, headers, file sizes and times."""
     tensors = {name: sorted(model.reader.tensors.items()) for name, model in models.items()}
     files = {info.file for entries in tensors.values() for _, info in entries}
     states = [(file, status.st_size, status.st_mtime_ns) for file in sorted(files) for status in [Path(file).stat()]]

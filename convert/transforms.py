@@ -58,6 +58,14 @@ def keep(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
         yield tensor.read_rows(start, min(start + step, tensor.rows))
 
 
+def join(parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Several [out, in] → [in, out | out | …], in blocks."""
+    outputs = sum(map(len, parts))
+    step = max(1, _BLOCK // (outputs * max(part.itemsize for part in parts)))
+    for start in range(0, parts[0].shape[1], step):
+        yield _transpose([part[:, start : start + step] for part in parts])
+
+
 def transpose(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """[out, in] → [in, out]."""
     return fuse(tensors, sizes)
@@ -65,7 +73,7 @@ def transpose(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
 
 def fuse(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """Several [out, in] → one [in, out | out | …], in the order of the rule."""
-    return _join([tensor.read() for tensor in tensors])
+    return join([tensor.read() for tensor in tensors])
 
 
 def fuse_gated(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
@@ -73,7 +81,7 @@ def fuse_gated(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     interleaved, *rest = tensors
     heads = interleaved.read().reshape(-1, 2, sizes["head"], sizes["hidden"])
     split = [heads[:, part].reshape(-1, sizes["hidden"]) for part in range(2)]
-    return _join([*split, *(tensor.read() for tensor in rest)])
+    return join([*split, *(tensor.read() for tensor in rest)])
 
 
 def fuse_grouped(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
@@ -85,7 +93,7 @@ def fuse_grouped(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray
     for tensor, group in zip(tensors, widths, strict=True):
         heads = tensor.read().reshape(sizes["key_heads"], -1, sizes["hidden"])
         parts += [part.reshape(-1, sizes["hidden"]) for part in np.split(heads, np.cumsum(group)[:-1], axis=1)]
-    return _join(parts)
+    return join(parts)
 
 
 def stack_pairs(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
@@ -110,27 +118,19 @@ def transpose_each(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
 def take_query(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """The query's part of a fused [query | key | value]."""
     (tensor,) = tensors
-    return _join([tensor.read_rows(0, sizes["query"])])
+    return join([tensor.read_rows(0, sizes["query"])])
 
 
 def take_key_value(tensors: Sequence[Tensor], sizes: Sizes) -> Iterator[np.ndarray]:
     """The rest of a fused [query | key | value]."""
     (tensor,) = tensors
-    return _join([tensor.read_rows(sizes["query"], tensor.rows)])
+    return join([tensor.read_rows(sizes["query"], tensor.rows)])
 
 
 def unroll_conv(tensors: Sequence[Tensor], _: Sizes) -> Iterator[np.ndarray]:
     """Depthwise [channels, 1, width] → [width, channels]; the last row still multiplies the current token."""
     (tensor,) = tensors
     yield np.ascontiguousarray(tensor.read()[:, 0].T)
-
-
-def _join(parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """Blocks of `_transpose(parts)`."""
-    outputs = sum(map(len, parts))
-    step = max(1, _BLOCK // (outputs * max(part.itemsize for part in parts)))
-    for start in range(0, parts[0].shape[1], step):
-        yield _transpose([part[:, start : start + step] for part in parts])
 
 
 def _transpose(parts: Sequence[np.ndarray]) -> np.ndarray:

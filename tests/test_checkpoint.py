@@ -1,13 +1,17 @@
 """The format of converted checkpoints: what is written comes back bit for bit; nothing unfinished or damaged loads."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -102,6 +106,7 @@ W2 = WeaverConfig(
     rope_base=500.0,
 )
 TRIO = CheckpointConfig(HYBRID, DRAFTER, W1, stop_token_ids=(3, 38), source={"target": "tiny"})
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
 RECURRENCE = ("layers.0.mixer.A_log", "layers.0.mixer.dt_bias", "layers.0.mixer.norm.scale")
 
 
@@ -196,6 +201,49 @@ def test_files_repeat_byte_for_byte_and_name_no_place(saved: Path, tmp_path: Pat
     first = array_files(saved)
     assert first == array_files(tmp_path / "again")
     assert not [name for name, content in first.items() if str(saved.parent).encode() in content]
+
+
+def test_files_are_orbax_s_own(saved: Path, tmp_path: Path) -> None:
+    """Orbax restores the values from our files, and writes the same bytes, in every piece."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
+    with ocp.Checkpointer(handler) as orbax:
+        for name in expected_pieces(TRIO):
+            restored = orbax.restore(saved / name)
+            for path, array in flatten(restored).items():
+                stored = (saved / name / path).glob("c/**/0")
+                content = next(file for file in stored if file.is_file()).read_bytes()
+                assert content[:-20] == np.asarray(array).tobytes()
+            orbax.save(tmp_path / "theirs", restored)
+            theirs, ours = array_files(tmp_path / "theirs"), array_files(saved / name)
+            theirs.pop("commit_success.txt", None)  # names the directory of the run
+            assert {path: text.replace(b"jax.Array", b"np.ndarray") for path, text in theirs.items()} == ours
+            shutil.rmtree(tmp_path / "theirs")
+
+
+def test_every_array_lies_as_asked_for_on_eight_devices(saved: Path, tmp_path: Path) -> None:
+    """A mesh of 2 × 4, in two dtypes, split and replicated; a model that lies on all devices says the same."""
+    config = CheckpointConfig(DENSE)
+    save_checkpoint(tmp_path / "dense", config, random_trees(config))
+    program = Path(__file__).with_name("sharded_loading.py")
+    run = subprocess.run(
+        [sys.executable, program, saved, tmp_path / "dense"], check=True, stdout=subprocess.PIPE, env=ENVIRONMENT
+    )
+    result = json.loads(run.stdout)
+    assert result["exact"] == 2 * sum(len(arrays) for arrays in expected_pieces(TRIO).values())
+    assert result["split"] > 0
+    first, second = result["tokens"]
+    assert len(first) == 8
+    assert first == second
+
+
+def test_a_bfloat16_model_is_loaded_without_a_copy(saved: Path) -> None:
+    """A CPU device keeps the pages of the files themselves."""
+    loaded = load_checkpoint(saved)
+    kernel = loaded.target["layers"][0]["mlp"]["down"]["kernel"]
+    file = saved / "target/layers.0/mlp.down.kernel/c/0/0"
+    address = kernel.unsafe_buffer_pointer()
+    pages = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    assert [line[0] for line in pages if int(line[0].split("-")[0], 16) == address]
 
 
 def test_leaving_without_finish_leaves_nothing(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ here so that an array goes to disk block by block and comes back straight into i
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -26,6 +28,7 @@ from tfm_jax._checkpoint_layout import Shape
 from tfm_jax.errors import TfmError
 
 _HEADER, _TREE, _HANDLER = "zarr.json", "_METADATA", "_CHECKPOINT_METADATA"
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python does not name
 _ORBAX_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _INDEX_BYTES = 20
 
@@ -42,13 +45,13 @@ class ArrayFile(NamedTuple):
         """Bytes of one entry of the first axis."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def read_rows(self, start: int, stop: int, into: np.ndarray | None = None) -> np.ndarray:
-        """Entries `start` to `stop` of the first axis, in memory of their own or in `into`, which must be contiguous.
+    def read_rows(self, start: int, stop: int) -> np.ndarray:
+        """Entries `start` to `stop` of the first axis, in memory of their own.
 
         Raises:
             OSError: the file cannot be read, or has become shorter.
         """
-        rows = np.empty((stop - start, *self.shape[1:]), self.dtype) if into is None else into
+        rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
         left = memoryview(rows.reshape(-1).view(np.uint8))
         position = start * self.row_bytes
         with self.file.open("rb", buffering=0) as file:
@@ -59,6 +62,37 @@ class ArrayFile(NamedTuple):
                     raise OSError(message)
                 left, position = left[count:], position + count
         return rows
+
+    def map_values(self) -> MappedArray:
+        """All values in pages of the file itself, which are being read from now on.
+
+        Raises:
+            OSError: the file cannot be mapped.
+        """
+        with self.file.open("rb") as file:
+            private = mmap.PROT_READ | mmap.PROT_WRITE  # what is written here would never reach the file
+            pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=private)
+        pages.madvise(mmap.MADV_WILLNEED)
+        return MappedArray(pages, np.frombuffer(pages, self.dtype, math.prod(self.shape)).reshape(self.shape))
+
+
+class MappedArray(NamedTuple):
+    """Values in pages of a file."""
+
+    pages: mmap.mmap
+    values: np.ndarray
+
+    def wait(self) -> None:
+        """Wait until the pages are in memory; without the means (before Linux 5.14) they come on first use.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        try:
+            self.pages.madvise(_POPULATE_READ)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
 
 
 def write_array(directory: Path, shape: Shape, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> None:

@@ -1,7 +1,8 @@
 """Reads the arrays of a converted checkpoint straight to where they are to be.
 
-The host holds the array at hand and the next one, never the model: an array is read in bands by a few threads into the
-buffer of every shard, and a CPU device takes the buffer over as it is.
+An array that goes to its devices whole and in the stored dtype is mapped: the pages of the file are what a GPU copies
+from, and what a CPU device keeps, so the host never holds a second copy. Any other array is read in bands by a few
+threads into a buffer for every shard, one array ahead of the one that is being placed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from tfm_jax._checkpoint_config import CheckpointConfig, expected_pieces
 from tfm_jax._checkpoint_files import ArrayFile, bands, read_piece
-from tfm_jax._checkpoint_layout import Shape, Tree, check_shapes, nest, stored_dtype
+from tfm_jax._checkpoint_layout import Shape, Tree, check_shapes, locate_piece, nest, stored_dtype
 from tfm_jax.errors import TfmError
 
 Sharding = jax.sharding.Sharding | Callable[[str, Shape], jax.sharding.Sharding]
@@ -41,11 +42,11 @@ class _Array(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Buffers by region, and what fills them."""
+    """Buffers by region; they are filled once every `wait` has returned."""
 
     array: _Array
     buffers: dict[Region, np.ndarray]
-    jobs: list[concurrent.futures.Future[None]]
+    waits: list[Callable[[], object]]
 
 
 def read_models(path: Path, config: CheckpointConfig, dtype: str | None, sharding: Sharding | None) -> dict[str, Tree]:
@@ -63,12 +64,11 @@ def read_models(path: Path, config: CheckpointConfig, dtype: str | None, shardin
     """
     chosen = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     arrays: list[_Array] = []
-    for name, shapes in expected_pieces(config).items():
-        model, _, prefix = name.partition("/")
-        for rest, source in _open_piece(path / name, shapes).items():
-            full = f"{model}/{prefix}.{rest}" if prefix else f"{model}/{rest}"
-            place = chosen(full, source.shape) if callable(chosen) else chosen
-            arrays.append(_Array(full, source, stored_dtype(rest, source.dtype, dtype), place))
+    for model, sources in open_models(path, config).items():
+        for rest, source in sources.items():
+            place = chosen(f"{model}/{rest}", source.shape) if callable(chosen) else chosen
+            own = stored_dtype(locate_piece(model, rest)[1], source.dtype, dtype)
+            arrays.append(_Array(f"{model}/{rest}", source, own, place))
     models: dict[str, dict[str, jax.Array]] = {}
     flying: collections.deque[jax.Array] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -80,6 +80,20 @@ def read_models(path: Path, config: CheckpointConfig, dtype: str | None, shardin
             if len(flying) > _FLYING:
                 flying.popleft().block_until_ready()
     return {model: nest(arrays) for model, arrays in models.items()}
+
+
+def open_models(path: Path, config: CheckpointConfig) -> dict[str, dict[str, ArrayFile]]:
+    """Every array on disk by model and dotted path.
+
+    Raises:
+        TfmError: a piece is missing or damaged.
+    """
+    models: dict[str, dict[str, ArrayFile]] = {}
+    for name, shapes in expected_pieces(config).items():
+        model, _, prefix = name.partition("/")
+        for rest, source in _open_piece(path / name, shapes).items():
+            models.setdefault(model, {})[f"{prefix}.{rest}" if prefix else rest] = source
+    return models
 
 
 def _open_piece(piece: Path, shapes: Mapping[str, Shape]) -> dict[str, ArrayFile]:
@@ -105,16 +119,20 @@ def _start(pool: concurrent.futures.ThreadPoolExecutor, array: _Array) -> _Readi
     shape = array.source.shape
     places = array.sharding.addressable_devices_indices_map(shape)
     regions = {_region(index, shape) for index in places.values()}
+    whole = tuple((0, extent) for extent in shape)
+    if regions == {whole} and array.dtype == array.source.dtype:
+        mapped = array.source.map_values()
+        return _Reading(array, {whole: mapped.values}, [mapped.wait])
     buffers = {region: _aligned([stop - start for start, stop in region], array.dtype) for region in regions}
     jobs = [pool.submit(_fill, array.source, buffers, *band) for band in bands(array.source, _BAND)]
-    return _Reading(array, buffers, jobs)
+    return _Reading(array, buffers, [job.result for job in jobs])
 
 
 def _place(reading: _Reading) -> jax.Array:
     array = reading.array
     try:
-        for job in reading.jobs:
-            job.result()
+        for wait in reading.waits:
+            wait()
     except OSError as error:
         message = f"{array.source.file} cannot be read ({error.strerror or error}); convert again."
         raise TfmError(message) from error
@@ -139,11 +157,6 @@ def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 def _fill(source: ArrayFile, buffers: Mapping[Region, np.ndarray], start: int, stop: int) -> None:
     """Read entries `start` to `stop` of the first axis into every buffer that holds a part of them."""
-    if len(buffers) == 1:
-        (buffer,) = buffers.values()
-        if buffer.dtype == source.dtype and buffer.shape == source.shape:
-            source.read_rows(start, stop, buffer[start:stop])
-            return
     rows = source.read_rows(start, stop)
     for ((first, last), *others), buffer in buffers.items():
         low, high = max(start, first), min(stop, last)

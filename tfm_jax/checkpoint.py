@@ -29,13 +29,15 @@ from tfm_jax._checkpoint_config import (
     read_config,
     stored_bytes,
 )
+from tfm_jax._checkpoint_files import ArrayFile
 from tfm_jax._checkpoint_layout import Shape, Tree, flatten, locate_piece
-from tfm_jax._checkpoint_reader import Sharding, read_models
+from tfm_jax._checkpoint_reader import Sharding, open_models, read_models
 from tfm_jax._checkpoint_writer import CheckpointWriter, check_free, finished_pieces
 
 __all__ = [
     "CONFIG_FILE",
     "TOKENIZER_FILE",
+    "ArrayFile",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointWriter",
@@ -47,6 +49,7 @@ __all__ = [
     "expected_pieces",
     "finished_pieces",
     "load_checkpoint",
+    "open_models",
     "read_config",
     "save_checkpoint",
     "stored_bytes",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tfm_jax.checkpoint import Checkpoint, CheckpointConfig, Dtype, load_checkpoint
+from tfm_jax.checkpoint import Checkpoint, CheckpointConfig, Dtype, Sharding, load_checkpoint
 from tfm_jax.config import Method, Models
 from tfm_jax.decode import (
     Params,
@@ -247,18 +247,21 @@ class Engine:
         return self._programs[key]
 
 
-def load(path: str | Path, dtype: Dtype | None = None) -> Engine:
-    """Loads a directory that `tfm-convert` wrote.
+def load(path: str | Path, dtype: Dtype | None = None, sharding: Sharding | None = None) -> Engine:
+    """Loads a directory that `tfm-convert` wrote, each array straight onto its devices.
 
     Args:
         path: the directory.
         dtype: compute dtype; by default float32 on a CPU and bfloat16 on a GPU.
+        sharding: of every array, such as `NamedSharding(mesh, PartitionSpec())`, or a function from a name
+            (`target/layers.0.mixer.qkv.kernel`) and a shape to its sharding. By default everything lies on the first
+            device.
 
     Raises:
         TfmError: nothing there, not a converted checkpoint, or damaged.
     """
     chosen = jnp.dtype(dtype) if dtype else default_dtype()
-    return Engine(load_checkpoint(path, chosen.name), chosen)
+    return Engine(load_checkpoint(path, chosen.name, sharding), chosen)
 
 
 def load_demo(dtype: Dtype | None = None) -> Engine:
