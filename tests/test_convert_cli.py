@@ -115,3 +115,47 @@ def test_bars_are_drawn_on_a_terminal_unless_quiet(tmp_path: Path) -> None:
 
     assert b"converting" in draw("a")
     assert draw("b", "--quiet") == b"end"
+
+
+def test_what_is_exported_converts_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, drafter, weaver = (tmp_path / name for name in ("first", "second", "drafter", "weaver.pth"))
+    assert main([*TRIO, "--out", str(first), "--dtype", "float32", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(first), "--drafter", str(drafter), "--weaver", str(weaver)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(printed) == sorted(str(file) for file in [*drafter.iterdir(), weaver])
+    sources = ["--target", str(HYBRID), "--drafter", str(drafter), "--weaver", str(weaver)]
+    assert main([*sources, "--out", str(second), "--dtype", "float32", "--quiet"]) == 0
+    for model in ("drafter", "weaver"):
+        assert array_files(second / model) == array_files(first / model)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            ["export", str(ROOT / "tfm_jax" / "demo")],
+            "nothing to export; give --drafter DIR, --weaver FILE.pth or both",
+        ),
+        (["export", str(HYBRID), "--drafter", "out"], "is not a converted checkpoint"),
+        ([*TRIO, "--out", "out", "--dry-run", "--verify"], "--verify compares what a run has written"),
+        ([*TRIO, "--out", "out", "--revision", "main"], "revision is main but"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    words: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    out, printed = capsys.readouterr()
+    assert out == ""
+    assert printed.startswith("error: ")
+    assert error in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_compares_with_the_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--target", str(GOLDENS / "qwen3_tied"), "--out", str(tmp_path / "out"), "--verify"]) == 0
+    _, verified = capsys.readouterr().out.splitlines()
+    # Embedding, final norm, and in each of 4 layers 4 kernels and 4 norms.
+    assert verified.startswith("34 of 34 arrays (205,632 values) are those of the sources; logits ")

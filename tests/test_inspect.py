@@ -168,7 +168,10 @@ def test_a_drafter_whose_taps_depend_on_an_unknown_target(trio: tuple[Path, Path
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda out: (out / "target" / "norm" / "scale" / "zarr.json").unlink(), "target/norm is damaged or not readable"),
+        (
+            lambda out: (out / "target" / "norm" / "scale" / "zarr.json").unlink(),
+            "target/norm is damaged or not readable",
+        ),
         (lambda out: shutil.rmtree(out / "target" / "layers.1"), r"target/layers\.1 is damaged or not readable"),
         (lambda out: (out / "config.json").unlink(), r"config\.json is missing"),
         (lambda out: change(out, format=2), "format is 2 but this version reads format 1"),
