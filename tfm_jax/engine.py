@@ -185,11 +185,19 @@ class Engine:
         """
         return _jitted_round(self.params, state)
 
+    def next_logits(self, prompt: Sequence[int]) -> np.ndarray:
+        """The target's logits after a prompt: [vocab], float32.
+
+        Raises:
+            TfmError: the prompt does not fit the model.
+        """
+        state = self.prefill([prompt], method="ar", max_new_tokens=1)
+        logits = jax.jit(lambda params, feature: bind(self.models, params).target.logits(feature))
+        return np.asarray(logits(self.params, state.feature), np.float32)[0]
+
     def top2_margin(self, prompt: Sequence[int], token_ids: Sequence[int], index: int) -> float:
         """Gap between the target's two largest logits where `token_ids[index]` was chosen."""
-        state = self.prefill([[*prompt, *token_ids[:index]]], method="ar", max_new_tokens=1)
-        logits = jax.jit(lambda params, feature: bind(self.models, params).target.logits(feature))
-        first, second = np.sort(np.asarray(logits(self.params, state.feature))[0])[-1:-3:-1]
+        first, second = np.sort(self.next_logits([*prompt, *token_ids[:index]]))[-1:-3:-1]
         return float(first - second)
 
     def _begin(self, request: Request) -> tuple[DecodeState, float]:
