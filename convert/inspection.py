@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,21 +16,14 @@ from convert.hf_config import parse_drafter, parse_target, parse_weaver, read_js
 from convert.pth_io import PthReader
 from convert.rules import Model, map_drafter, map_target, map_weaver
 from convert.safetensors_io import SafetensorsReader
-from tfm_jax._checkpoint_config import CONFIG_FILE, Dtype
-from tfm_jax._checkpoint_layout import (
-    Shape,
-    drafter_shapes,
-    locate_piece,
-    stored_dtype,
-    target_shapes,
-    weaver_shapes,
-)
 from tfm_jax.config import DrafterConfig, TargetConfig, WeaverConfig
 from tfm_jax.errors import TfmError
 
 Name = Literal["target", "drafter", "weaver"]
+Dtype = Literal["bfloat16", "float32"]
 Config = TargetConfig | DrafterConfig | WeaverConfig
 
+_CONFIG = "config.json"
 _USUAL_CONTEXT = 32_768
 _GIGABYTE = 10**9
 
@@ -141,7 +134,7 @@ def inspect_checkpoint(path: Path, *, context: int | None = None, dtype: Dtype =
         message = f"{path} does not exist; give a Hugging Face directory, a .pth file or a converted directory."
         raise TfmError(message)
     else:
-        values = Watched(read_json(path / CONFIG_FILE))
+        values = Watched(read_json(path / _CONFIG))
         if "format" in values:
             kind, (models, source) = "converted", _inspect_converted(path)
         elif _is_drafter(values):
@@ -154,7 +147,9 @@ def inspect_checkpoint(path: Path, *, context: int | None = None, dtype: Dtype =
     elif context < 1 or context > min([context, *positions]):
         message = f"context is {context}; choose 1 to {min(positions, default=context)} tokens."
         raise TfmError(message)
-    return Inspection(str(path), kind, models, estimate_memory([m.config for m in models], context, dtype), source)
+    return Inspection(
+        str(path), kind, models, estimate_memory([(m.config, m.parameters) for m in models], context, dtype), source
+    )
 
 
 def find_unknown_keys(target: Path, drafter: Path | None, weaver: Path | None) -> dict[Path, tuple[str, ...]]:
@@ -163,34 +158,35 @@ def find_unknown_keys(target: Path, drafter: Path | None, weaver: Path | None) -
     Raises:
         TfmError: as `inspect_checkpoint`.
     """
-    facts = {target: _inspect_target(target, Watched(read_json(target / CONFIG_FILE)))}
+    facts = {target: _inspect_target(target, Watched(read_json(target / _CONFIG)))}
     config = facts[target].config
     if drafter is not None and isinstance(config, TargetConfig):
-        values = Watched(read_json(drafter / CONFIG_FILE))
+        values = Watched(read_json(drafter / _CONFIG))
         facts[drafter] = _inspect_drafter(drafter, values, len(config.layer_types))
     if weaver is not None:
         facts[weaver] = _inspect_weaver(weaver)
     return {path: found.unknown_keys for path, found in facts.items() if found.unknown_keys}
 
 
-def estimate_memory(configs: list[Config], context: int, dtype: Dtype) -> Memory:
-    """Bytes for one sequence of `context` tokens, of up to three models that go together.
+def estimate_memory(models: Sequence[tuple[Config, int]], context: int, dtype: Dtype) -> Memory:
+    """Bytes for one sequence of `context` tokens, of up to three models that go together, each with its parameters.
 
     A layer of attention keeps a key and a value of every token, one of Gated DeltaNet a float32 matrix per value head
-    and the convolution's last inputs, whatever the context.
+    and the convolution's last inputs, whatever the context. A_log, dt_bias and the gated norm are always float32.
     """
     item = np.dtype(dtype).itemsize
     weights = cache = recurrent = draft_cache = tables = 0
-    vocabulary = next((c.vocab_size for c in configs if isinstance(c, TargetConfig)), 0)
-    for config in configs:
-        for path, shape in _shapes(config).items():
-            weights += math.prod(shape) * stored_dtype(locate_piece("target", path)[1], np.dtype(dtype), dtype).itemsize
+    vocabulary = next((config.vocab_size for config, _ in models if isinstance(config, TargetConfig)), 0)
+    for config, parameters in models:
+        weights += parameters * item
         if isinstance(config, TargetConfig):
-            attention = config.layer_types.count("full_attention")
+            delta = config.layer_types.count("linear_attention")
+            attention = len(config.layer_types) - delta
+            weights += delta * (2 * config.value_heads + config.value_dim) * (4 - item)
             cache = attention * 2 * config.kv_heads * config.head_dim * item * context
             matrix = 4 * config.value_heads * config.key_dim * config.value_dim
             window = max(config.conv_width - 1, 0) * config.conv_channels * item
-            recurrent = (len(config.layer_types) - attention) * (matrix + window)
+            recurrent = delta * (matrix + window)
         elif isinstance(config, DrafterConfig):
             draft_cache = config.layers * 2 * config.kv_heads * config.head_dim * item * context
         else:
@@ -205,7 +201,7 @@ def _is_drafter(values: Watched) -> bool:
 
 
 def _inspect_target(path: Path, values: Watched) -> ModelFacts:
-    place, reader = str(path / CONFIG_FILE), SafetensorsReader(path)
+    place, reader = str(path / _CONFIG), SafetensorsReader(path)
     # A tied model may store a copy of the embedding as its head, which only the values could tell.
     own_head = "lm_head.weight" in reader.tensors and not tie_flag(values, place)
     config = parse_target(values, place, has_head=own_head)
@@ -214,7 +210,7 @@ def _inspect_target(path: Path, values: Watched) -> ModelFacts:
 
 
 def _inspect_drafter(path: Path, values: Watched, target_layers: int | None) -> ModelFacts:
-    place = str(path / CONFIG_FILE)
+    place = str(path / _CONFIG)
     keys = Keys(place, Keys(place, values).nested("dflash_config"), values)
     if target_layers is None:
         if not any(keys.get(key) for key in ("num_target_layers", "target_layer_ids", "aux_hidden_state_layer_ids")):
@@ -235,9 +231,9 @@ def _inspect_weaver(path: Path) -> ModelFacts:
 def _describe(name: Name, config: Config, model: Model, unknown: list[str]) -> ModelFacts:
     tensors = model.reader.tensors
     sizes = {tensor: math.prod(info.shape) for tensor, info in tensors.items()}
-    rest = sizes.keys() - {tensor for rule in model.rules.values() for tensor in rule.tensors}
+    used = {tensor for rule in model.rules.values() for tensor in rule.tensors}
     skipped = {
-        prefix: Skipped(count, sum(sizes[tensor] for tensor in rest if tensor.startswith(f"{prefix}.")))
+        prefix: Skipped(count, sum(sizes[tensor] for tensor in sizes.keys() - used if tensor.startswith(f"{prefix}.")))
         for prefix, count in sorted(model.skipped.items())
     }
     return ModelFacts(
@@ -246,7 +242,7 @@ def _describe(name: Name, config: Config, model: Model, unknown: list[str]) -> M
         config=config,
         types=_count(info.dtype for info in tensors.values()),
         tensors=len(sizes),
-        parameters=sum(math.prod(shape) for shape in _shapes(config).values()),
+        parameters=sum(sizes[tensor] for tensor in used),
         bytes=sum(Path(file).stat().st_size for file in {info.file for info in tensors.values()}),
         skipped=skipped,
         unknown_keys=tuple(unknown),
@@ -283,12 +279,6 @@ def _family(config: Config) -> str:
     if isinstance(config, TargetConfig):
         return config.family
     return config.generation if isinstance(config, WeaverConfig) else "dflash"
-
-
-def _shapes(config: Config) -> dict[str, Shape]:
-    if isinstance(config, TargetConfig):
-        return target_shapes(config)
-    return weaver_shapes(config) if isinstance(config, WeaverConfig) else drafter_shapes(config)
 
 
 def describe(inspection: Inspection) -> str:
