@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import struct
+import tracemalloc
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from sources import GOLDENS, HYBRID, LOOP, TRIO, array_files, read_safetensors, read_storages
 
 from convert.pipeline import convert_checkpoint, read_sources
+from convert.safetensors_io import SafetensorsReader
+from convert.streaming import CountingReader, count_non_finite, read_ahead
+from convert.transforms import Tensor, keep, transpose
 from tfm_jax._checkpoint_layout import flatten
 from tfm_jax.checkpoint import load_checkpoint
 from tfm_jax.errors import TfmError
@@ -304,6 +311,111 @@ def test_bf16_bits_are_kept_and_the_recurrence_is_float32(tmp_path: Path) -> Non
         a.size for d in (HYBRID, TRIO["drafter"]) for a in read_safetensors(d).values()
     ) + sum(int(np.prod(shape)) for shape in WEAVER_SHAPES.values())
     assert report.skipped == {}
+
+
+def write_bf16(file: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A safetensors file of bfloat16 bits, from its description: 8-byte length, JSON header, values."""
+    header, end = {}, 0
+    for name, bits in tensors.items():
+        start, end = end, end + 2 * bits.size
+        header[name] = {"dtype": "BF16", "shape": bits.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for bits in tensors.values():
+            stream.write(bits.tobytes())
+
+
+@pytest.fixture
+def every_pattern(tmp_path: Path) -> Path:
+    """A target whose embedding holds the 32,768 bfloat16 bits without a sign, and its head those with one."""
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    shutil.copyfile(HYBRID / "config.json", directory / "config.json")
+    tensors = {name: (array.view(np.uint32) >> 16).astype("<u2") for name, array in read_safetensors(HYBRID).items()}
+    tensors["model.embed_tokens.weight"] = np.arange(1 << 15, dtype="<u2").reshape(512, 64)
+    tensors["lm_head.weight"] = np.arange(1 << 15, 1 << 16, dtype="<u2").reshape(512, 64)
+    write_bf16(directory / "model.safetensors", tensors)
+    return directory
+
+
+def test_every_bf16_bit_pattern_passes_unchanged(every_pattern: Path, tmp_path: Path) -> None:
+    """Denormal numbers, infinities and the payloads of NaN too; the 128 of each sign that are not finite count."""
+    report = convert_checkpoint(every_pattern, tmp_path / "out")
+    embedding, head = (
+        np.fromfile(tmp_path / "out/target" / name / "c/0/0", "<u2")[: 1 << 15]
+        for name in ("embed_tokens/embedding", "lm_head/kernel")
+    )
+    np.testing.assert_array_equal(embedding, np.arange(1 << 15))
+    np.testing.assert_array_equal(head.reshape(64, 512).T.ravel(), np.arange(1 << 15, 1 << 16))
+    assert report.non_finite == {"model.embed_tokens.weight": 128, "lm_head.weight": 128}
+
+
+def test_strict_keeps_nothing_that_is_not_finite(every_pattern: Path, tmp_path: Path) -> None:
+    with pytest.raises(TfmError, match=r"model\.embed_tokens\.weight holds 128 NaN or infinite values"):
+        convert_checkpoint(every_pattern, tmp_path / "out", strict=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_strict_remembers_what_an_earlier_run_has_seen(every_pattern: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, _: int) -> None:
+        if done > 1 << 16:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(every_pattern, tmp_path / "out", progress=interrupt)
+    shutil.copytree(tmp_path / "out.partial", tmp_path / "again.partial")
+    with pytest.raises(TfmError, match=r"model\.embed_tokens\.weight holds 128"):
+        convert_checkpoint(every_pattern, tmp_path / "out", strict=True)
+    report = convert_checkpoint(every_pattern, tmp_path / "again")
+    assert report.resumed > 0
+    assert report.non_finite == {"model.embed_tokens.weight": 128, "lm_head.weight": 128}
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_non_finite_values_are_counted_in_every_type(dtype: type) -> None:
+    values = np.zeros(200_000, dtype)
+    values[[0, 65_535, 65_536, 199_999]] = [np.nan, np.inf, -np.inf, -np.nan]
+    values[1] = np.finfo(np.float16).max  # the largest finite number of the smallest type
+    assert count_non_finite(values) == 4
+
+
+def test_the_recurrence_keeps_float32_bits_that_bfloat16_has_not(tmp_path: Path) -> None:
+    source = read_safetensors(HYBRID)
+    for name in ("A_log", "norm.weight", "dt_bias"):
+        size = source[f"model.layers.0.linear_attn.{name}"].size
+        odd = np.nextafter(np.linspace(1, 2, size, dtype=np.float32), np.float32(3))
+        source[f"model.layers.0.linear_attn.{name}"] = odd
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    shutil.copyfile(HYBRID / "config.json", directory / "config.json")
+    save_file(source, directory / "model.safetensors")
+    convert_checkpoint(directory, tmp_path / "out")
+    for name, stored in {"A_log": "A_log", "norm.weight": "norm.scale", "dt_bias": "dt_bias"}.items():
+        expected = source[f"model.layers.0.linear_attn.{name}"]
+        file = tmp_path / "out/target/layers.0" / f"mixer.{stored}" / "c/0"
+        assert file.read_bytes()[:-20] == expected.tobytes()
+
+
+def test_large_parameters_pass_in_blocks(tmp_path: Path) -> None:
+    """An embedding of 256 MB never needs three blocks of 64 MB; a head needs itself and no second copy."""
+    shapes = {"embed": (1 << 16, 2048), "head": (1 << 16, 2048)}
+    header = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": [index << 28, (index + 1) << 28]}
+        for index, (name, shape) in enumerate(shapes.items())
+    }
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + (2 << 28))  # zeros that take no space
+    reader = CountingReader(SafetensorsReader(tmp_path))
+    for transform, name, bound in ((keep, "embed", 3 << 26), (transpose, "head", (1 << 28) + (3 << 26))):
+        tracemalloc.start()
+        total = sum(block.size for block in read_ahead(transform([Tensor(reader, name)], {})))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert total == 1 << 27
+        assert peak < bound
 
 
 def test_float32_weights_round_to_nearest_even(tmp_path: Path) -> None:
