@@ -21,6 +21,33 @@ class Neutral(NamedTuple):
     reason: str = ""
 
 
+class Watched(dict[str, Any]):
+    """A JSON object that notes which names are looked up in it and in the objects inside, wherever they lie."""
+
+    _DEPTH = 4  # of objects in objects; what lies deeper is of no interest
+
+    def __init__(self, values: Json, seen: set[str] | None = None, depth: int = _DEPTH) -> None:
+        self.seen = set() if seen is None else seen
+        nested = {k: Watched(v, self.seen, depth - 1) for k, v in values.items() if isinstance(v, dict) and depth}
+        super().__init__({**values, **nested})
+
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401  (a JSON value)
+        """As of a dict."""
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def unseen(self, known: Collection[str]) -> list[str]:
+        """Dotted names with a value that nobody looked up and that are not known either."""
+        names = []
+        for key, value in self.items():
+            if value is not None and key not in known:
+                if key not in self.seen:
+                    names.append(key)
+                elif isinstance(value, Watched):
+                    names += [f"{key}.{name}" for name in value.unseen(known)]
+        return names
+
+
 class Keys:
     """Look-ups in several JSON objects, the first one first; every error names the file and the key."""
 

@@ -284,6 +284,7 @@ def _target_layers(text: Keys, family: _Family) -> tuple[LayerType, ...]:
     if family.name == "qwen3":
         if text.get("use_sliding_window") and text.get("sliding_window"):
             text.refuse("use_sliding_window", "a target with sliding layers is not supported yet")
+        text.choices("layer_types", ["full_attention"] * count, ("full_attention", "sliding_attention"))
         return ("full_attention",) * count
     interval = text.integer("full_attention_interval", default=4)
     default = ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(count)]

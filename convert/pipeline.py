@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from convert.hf_config import parse_drafter, parse_target, parse_weaver, read_json, stop_tokens, tie_flag
+from convert.hub import name_source
 from convert.pth_io import PthReader
 from convert.rules import Model, map_drafter, map_target, map_weaver
 from convert.safetensors_io import SafetensorsReader
@@ -193,17 +194,17 @@ def read_sources(
     reader = SafetensorsReader(target)
     target_config = parse_target(values, place, has_head=_has_own_head(reader, values, place))
     models = {"target": map_target(reader, target_config, str(target))}
-    source = {"target": target.resolve().name}
+    source = {"target": name_source(target)}
     drafter_config = weaver_config = None
     if drafter is not None:
         drafter_config = parse_drafter(*_read_config(drafter), target_layers=len(target_config.layer_types))
         models["drafter"] = map_drafter(SafetensorsReader(drafter), drafter_config, str(drafter))
-        source["drafter"] = drafter.resolve().name
+        source["drafter"] = name_source(drafter)
     if weaver is not None:
         saved = PthReader(weaver)
         weaver_config = parse_weaver(saved.values, saved.tensors.keys(), str(weaver))
         models["weaver"] = map_weaver(saved, weaver_config, str(weaver))
-        source["weaver"] = weaver.name
+        source["weaver"] = name_source(weaver)
     generation = read_json(target / _GENERATION) if (target / _GENERATION).is_file() else {}
     stops = stop_tokens(str(target), generation, values)
     source |= {f"{model}_revision": revision for model, revision in (revisions or {}).items()}

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import pickletools
+import struct
 import zipfile
 from collections.abc import Generator
 from pathlib import Path
@@ -31,6 +33,8 @@ _ORDERED_DICT = "collections OrderedDict"
 _REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
 
 _MAX_PICKLE = 4 << 20  # bytes; the pickle of a model holds names and shapes, the weights lie beside it
+_MAX_DIRECTORY = 4 << 20  # bytes; about 80 an entry, which is a tensor
+_END, _LOCATOR, _END_64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
 _ENCRYPTED = 1  # bit of a zip entry's flags
 _BARE_PICKLE = b"\x80"  # the opcode PROTO; a zip archive begins with "PK"
 _MAX_RANK = 8
@@ -77,6 +81,8 @@ class PthReader:
             if start.read(1) == _BARE_PICKLE:
                 message = f"{file} is in torch's legacy format, a bare pickle; save it again with torch 1.6 or newer."
                 raise TfmError(message)
+        with _damage_as_error(file):
+            _check_directory(file)
         with _damage_as_error(file), zipfile.ZipFile(file) as archive:
             self._prefix = _check_archive(archive, file.stat().st_size)
             saved = _interpret(archive.read(f"{self._prefix}data.pkl"))
@@ -86,7 +92,8 @@ class PthReader:
             for name, tensor in state.items():
                 _check_tensor(name, tensor, archive, self._prefix)
         self._tensors: dict[str, _Tensor] = state
-        self.values = {key: _plain(value) for key, value in saved.items() if isinstance(value, dict)}
+        others = {key: value for key, value in saved.items() if isinstance(value, dict) and value is not state}
+        self.values = {key: _plain(value) for key, value in others.items()}
         self.tensors = {
             name: TensorInfo(tensor.shape, tensor.storage.dtype.name, str(file)) for name, tensor in state.items()
         }
@@ -108,6 +115,21 @@ class PthReader:
         return self.read(name)[start:stop]
 
 
+def _check_directory(file: Path) -> None:
+    """Bounds the list of entries at the end, which zipfile reads into objects many times its size."""
+    with file.open("rb") as content:
+        content.seek(max(content.seek(0, os.SEEK_END) - _END.size - _LOCATOR.size - _END_64.size, 0))
+        tail = content.read()
+    if tail[-_END.size :][:4] != b"PK\5\6":  # torch puts no comment behind it
+        message = "it does not end as one"
+        raise zipfile.BadZipFile(message)
+    size = _END.unpack(tail[-_END.size :])[5]
+    if tail[-_END.size - _LOCATOR.size :][:4] == b"PK\6\7" and tail[:4] == b"PK\6\6":
+        size = _END_64.unpack(tail[: _END_64.size])[8]
+    if size > _MAX_DIRECTORY:
+        _refuse(f"its list of entries has {size} bytes, more than {_MAX_DIRECTORY}")
+
+
 def _check_archive(archive: zipfile.ZipFile, size: int) -> str:
     """Prefix of the entries' names, once nothing in the archive can grow or repeat."""
     entries = archive.infolist()
@@ -116,6 +138,8 @@ def _check_archive(archive: zipfile.ZipFile, size: int) -> str:
         _refuse("it is encrypted")
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         _refuse("it is compressed, which torch never does")
+    if any(entry.compress_size != entry.file_size for entry in entries):  # zipfile would make room for the former
+        _refuse("an entry has another size packed than unpacked, although it is not compressed")
     if sum(entry.file_size for entry in entries) > size or len(set(names)) < len(names):
         _refuse("its entries overlap")
     pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]

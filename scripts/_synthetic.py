@@ -1,8 +1,8 @@
 """Write a synthetic checkpoint with the names, shapes and types of a published one, to measure converters with.
 
-    python scripts/_synthetic.py qwen3.5-4b /tmp/qwen3.5-4b                   8.4 GB of text weights, and the rest
-    python scripts/_synthetic.py qwen3.6-27b /tmp/27b --layers 8              all kinds of tensors, fewer layers
-    python scripts/_synthetic.py qwen3.6-27b /tmp/27b-headers --headers-only  full size, as holes in the files
+    python scripts/_synthetic.py qwen3.5-4b 4b                         8.4 GB of text weights, and the rest
+    python scripts/_synthetic.py qwen3.6-27b 27b --layers 8            all kinds of tensors, fewer layers
+    python scripts/_synthetic.py qwen3.6-27b headers --headers-only    full size, as holes in the files
 
 Values are random (between 2⁻⁷ and 2⁻³ in magnitude) and depend on the seed and the tensor's place alone. Tensors of the
 vision tower and of multi-token prediction are there too. Memory stays below 100 MB.

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from sources import GOLDENS, HYBRID, LOOP, array_files, read_safetensors
 
 from convert.cli import main
@@ -111,6 +111,13 @@ def spoil_duplicate(directory: Path) -> None:
     shutil.copy(directory / "model-00001-of-00002.safetensors", directory / "copy.safetensors")
 
 
+def repeat_tensor(directory: Path) -> None:
+    """The first tensor of one shard in the other, too."""
+    first, second = (directory / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    name, array = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: array}, second)
+
+
 def cut(file: Path, length: int) -> None:
     file.write_bytes(file.read_bytes()[:length])
 
@@ -171,6 +178,7 @@ SPOILED = {
     "unlisted": (unlist_norm, r"holds model\.norm\.weight, which .* does not list"),
     "no weight map": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "is no index of tensors"),
     "two files": (spoil_duplicate, "is in both .*copy.safetensors"),
+    "two shards": (repeat_tensor, "is in both .*00001-of-00002.safetensors and .*00002-of-00002.safetensors"),
     "no file": (lambda d: [file.unlink() for file in d.glob("model*")], r"holds no \*\.safetensors file"),
     "no config": (lambda d: (d / "config.json").unlink(), r"config\.json is missing"),
     "broken config": (lambda d: (d / "config.json").write_text("{"), r"config\.json cannot be read"),

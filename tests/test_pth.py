@@ -201,3 +201,39 @@ def test_archives_that_torch_never_writes_are_refused(tmp_path: Path) -> None:
         PthReader(locked)
     with pytest.raises(TfmError, match="does not exist"):
         PthReader(tmp_path)
+
+
+def test_an_entry_larger_than_what_it_holds_is_refused(tmp_path: Path) -> None:
+    """Zipfile would make room for the size that is claimed before it reads."""
+    file = archive(tmp_path / "x.pth", FOUR, {"0": bytes(16)})
+    content = bytearray(file.read_bytes())
+    content[(place := content.rindex(b"PK\x01\x02") + 20) : place + 4] = struct.pack("<L", 1 << 30)
+    file.write_bytes(content)
+    with pytest.raises(TfmError, match="an entry has another size packed than unpacked"):
+        PthReader(file)
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+def test_an_endless_list_of_entries_is_not_read(tmp_path: Path, zip64: bool) -> None:  # noqa: FBT001  (parametrised)
+    """A list of 100,000 entries, whose length stands in the end record or in that of a large archive."""
+    file = archive(tmp_path / "x.pth", FOUR, {"0": bytes(16)})
+    content = file.read_bytes()
+    first, end = content.index(b"PK\x01\x02"), content.rindex(b"PK\x05\x06")
+    entries = content[first:end] * 50_000
+    size, count = len(entries), 0 if zip64 else 1000
+    large = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 100_000, 100_000, size, first)
+    large += struct.pack("<4sLQL", b"PK\6\7", 0, first + size, 1)
+    last = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, 0 if zip64 else size, first, 0)
+    file.write_bytes(content[:first] + entries + (large if zip64 else b"") + last)
+    with pytest.raises(TfmError, match=rf"its list of entries has {size} bytes, more than"):
+        PthReader(file)
+
+
+def test_an_archive_with_the_records_of_large_ones_is_read(tmp_path: Path) -> None:
+    file = archive(tmp_path / "x.pth", FOUR, {"0": np.arange(4, dtype=np.float32).tobytes()})
+    content = file.read_bytes()
+    first, end = content.index(b"PK\x01\x02"), content.rindex(b"PK\x05\x06")
+    large = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 2, 2, end - first, first)
+    large += struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
+    file.write_bytes(content[:end] + large + content[end:])
+    np.testing.assert_array_equal(PthReader(file).read("t"), [0, 1, 2, 3])

@@ -20,7 +20,8 @@ ALLOWED = {
     "pallas_kernels": {"pallas_kernels", "jax", "numpy", "jaxtyping"},
     "convert": {"convert", "numpy", "ml_dtypes", "safetensors", "tyro", "rich"}
     | {"tfm_jax.config", "tfm_jax.checkpoint", "tfm_jax.errors"}
-    | {"tfm_jax.engine", "torch", "transformers"},  # only to compare logits, inside one function
+    | {"tfm_jax.engine", "torch", "transformers"}  # only to compare logits, inside one function
+    | {"huggingface_hub"},  # only to find a source by its id, inside one function
 }
 
 REGISTRY = r"https?://[^\s\"')]*(?:py[p]i|mirro[r]|registr[y])"

@@ -79,7 +79,7 @@ def demo_trio() -> Trio:
         heads=4,
         mlp_size=512,
         max_depth=15,
-        pool_size=64,
+        pool_size=512,
     )
     return Trio(target, drafter, weaver)
 
