@@ -50,8 +50,9 @@ def test_drafter_tensors_are_the_source_s_own(name: str, tmp_path: Path) -> None
         assert json.loads(config.read_text())["dflash_config"][key] == value
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*zip(DRAFTERS, ["bfloat16"] * 3, strict=True), (next(iter(DRAFTERS)), "float32")]
+)
 def test_drafter_round_trip(name: str, dtype: str, tmp_path: Path) -> None:
     target = GOLDENS / DRAFTERS[name]
     convert_checkpoint(target, tmp_path / "out", drafter=GOLDENS / name, dtype=dtype)

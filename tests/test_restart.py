@@ -199,7 +199,12 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
     target = tmp_path / "hf"
     target.mkdir()
     config = json.loads((TINY / "config.json").read_text())
-    sizes = {"vocab_size": (1 << 31) - 1, "hidden_size": 2048, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": (1 << 31) - 1,
+        "hidden_size": 2048,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+    }
     (target / "config.json").write_text(json.dumps(config | sizes))
     head, query, key, inner = (
         config["head_dim"],
