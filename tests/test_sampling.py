@@ -9,20 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import (
-    Draws,
-    Outcomes,
-    SmallTree,
-    choice_draws,
-    coin_draws,
-    make_small_tree,
-    mark_ancestors,
-    scan_target_only,
-    sequence_law,
-    target_law,
-)
+from exact import Draws, Outcomes, SmallTree, choice_draws, make_small_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_trees import GROUPS, assert_lossless, draft_tree, load_tree
 from weavers import golden_group, jit_quickly
 
 from tfm_jax.sampling import (
@@ -30,68 +20,23 @@ from tfm_jax.sampling import (
     cut_at_stop,
     gumbel_noise,
     node_choices,
-    target_only,
     walk,
     words_to_gumbel,
 )
 from tfm_jax.tree import DraftTree
 
-GROUPS = ("two_children_published", "three_children", "chain3", "chain_and_branches", "zeros", "seven_nodes")
 NODES, VOCAB, DEPTH = 9, 4, 4  # of random trees: one shape, one compilation
-Rule = Callable[[DraftTree, jax.Array, jax.Array], AcceptedPath]
+Rule = Callable[[DraftTree, jax.Array], AcceptedPath]
 
 
-def load_tree(group: str) -> SmallTree:
-    golden = golden_group("acceptance", group)
-    return make_small_tree(golden["token"], golden["parent"], golden["node_rows"], golden["target_rows"])
-
-
-def draft_tree(tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray | None = None, batch: int = 1) -> DraftTree:
-    """`DraftTree` of given parents, the same in every row of a batch."""
-    valid = np.ones(len(tokens), bool) if valid is None else valid
-    parents = np.where(valid, parents, -1)
-    mask = mark_ancestors(parents, valid)
-    rows = (
-        np.where(valid, tokens, 0).astype(np.int32),
-        parents.astype(np.int32),
-        np.maximum(mask.sum(axis=1) - 1, 0).astype(np.int32),
-        valid,
-        np.where(valid, -1.0, -np.inf).astype(np.float32),
-        mask,
-    )
-    return DraftTree(*(jnp.asarray(np.broadcast_to(row, (batch, *row.shape))) for row in rows))
-
-
-def run_rule(rule: Rule, small: SmallTree, draws: Draws) -> Outcomes:
-    """One batch row per combination of random numbers, in float64."""
-    with jax.enable_x64(True):  # noqa: FBT003 - jax has no keyword for it
-        tree = draft_tree(small.tokens, small.parents, batch=len(draws.values))
-        rows = jnp.broadcast_to(jnp.asarray(small.node_rows), (len(draws.values), *small.node_rows.shape))
-        accepted = jit_quickly(rule)(tree, rows, jnp.asarray(draws.values))
+def run_choices(rule: Rule, small: SmallTree, draws: Draws) -> Outcomes:
+    """One batch row per combination of choices."""
+    tree = draft_tree(small.tokens, small.parents, batch=len(draws.values))
+    accepted = jit_quickly(rule)(tree, jnp.asarray(draws.values, jnp.int32))
     return Outcomes(np.asarray(accepted.tokens), np.asarray(accepted.count), draws.weights)
 
 
-def assert_lossless(small: SmallTree, outcomes: Outcomes) -> None:
-    assert abs(outcomes.weights.sum() - 1) < 1e-12
-    np.testing.assert_allclose(sequence_law(small, outcomes), target_law(small), atol=1e-10, rtol=0)
-
-
-def target_only_rule(small: SmallTree) -> Rule:
-    return functools.partial(target_only, max_depth=small.length - 1)
-
-
 # --- exact laws -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_target_only_has_the_target_law(group: str) -> None:
-    small, golden = load_tree(group), golden_group("acceptance", group)
-    np.testing.assert_allclose(target_law(small), golden["target_law"], atol=1e-12)
-    outcomes = run_rule(target_only_rule(small), small, coin_draws(small))
-    assert_lossless(small, outcomes)
-    # No lossless rule accepts more of a tree that does not depend on the target's randomness.
-    accepted = np.sum(outcomes.weights * (outcomes.count - 1))
-    np.testing.assert_allclose(accepted, golden["target_only/mean_accepted"], atol=1e-10)
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["independent", "shared_per_depth"])
@@ -99,53 +44,14 @@ def test_target_only_has_the_target_law(group: str) -> None:
 def test_walk_has_the_target_law(group: str, share: bool) -> None:  # noqa: FBT001
     """The Gumbel form: the walk follows one draw per node. Nodes of a depth may share their randomness."""
     small = load_tree(group)
-    outcomes = run_rule(walk_rule(small), small, choice_draws(small, share=share))
+    outcomes = run_choices(walk_rule(small), small, choice_draws(small, share=share))
     assert_lossless(small, outcomes)
     accepted = np.sum(outcomes.weights * (outcomes.count - 1))
     np.testing.assert_allclose(accepted, golden_group("acceptance", group)["target_only/mean_accepted"], atol=1e-10)
 
 
 def walk_rule(small: SmallTree) -> Rule:
-    return lambda tree, _, choices: walk(tree, choices.astype(jnp.int32), max_depth=small.length - 1)
-
-
-@pytest.mark.parametrize("rule", ["target_only", "traversal", "WRONG_release", "WRONG_raw_bonus"])
-@pytest.mark.parametrize("group", GROUPS)
-def test_stored_laws_pass_and_wrong_ones_fail(group: str, rule: str) -> None:
-    """The check itself: it accepts both right rules of the golden file and refuses the two biased ones."""
-    small, golden = load_tree(group), golden_group("acceptance", f"{group}/{rule}")
-    emitted = golden["emitted"]
-    outcomes = Outcomes(emitted, (emitted >= 0).sum(axis=1), golden["prob"])
-    if not rule.startswith("WRONG"):
-        assert_lossless(small, outcomes)
-        return
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_lossless(small, outcomes)
-    error = np.abs(sequence_law(small, outcomes) - target_law(small)).max()
-    np.testing.assert_allclose(error, golden["max_abs_law_error"], atol=1e-9)
-
-
-def redraw_bonus(tree: DraftTree, rows: jax.Array, uniforms: jax.Array) -> AcceptedPath:
-    """Broken on purpose: the bonus comes from the whole row, children included."""
-    accepted = target_only(tree, rows, uniforms, max_depth=2)
-    leaf = jnp.take_along_axis(accepted.path, accepted.count[:, None] - 1, axis=1)
-    row = jnp.take_along_axis(rows, leaf[..., None], axis=1)[:, 0]
-    bonus = jnp.argmax(jnp.cumsum(row, axis=1) > uniforms[:, -1:], axis=1).astype(jnp.int32)
-    last = jnp.arange(accepted.tokens.shape[1]) == accepted.count[:, None] - 1
-    return accepted._replace(tokens=jnp.where(last, bonus[:, None], accepted.tokens), bonus=bonus)
-
-
-def stop_at_root(tree: DraftTree, rows: jax.Array, uniforms: jax.Array) -> AcceptedPath:
-    """Broken on purpose: the walk ends at the root with a token from the rest of the row."""
-    misses = jnp.full_like(uniforms, 1 - 1e-13).at[:, -1].set(uniforms[:, -1])
-    return target_only(tree, rows, misses, max_depth=2)
-
-
-@pytest.mark.parametrize("broken", [redraw_bonus, stop_at_root])
-def test_broken_verifiers_are_caught(broken: Rule) -> None:
-    small = load_tree("chain_and_branches")
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_lossless(small, run_rule(broken, small, coin_draws(small)))
+    return functools.partial(walk, max_depth=small.length - 1)
 
 
 def test_broken_walk_is_caught() -> None:
@@ -155,7 +61,7 @@ def test_broken_walk_is_caught() -> None:
     )
     small = small._replace(node_rows=small.prefix_rows[[0, 1, 2, 4]])  # after "", 0, 1, 01
 
-    def careless(tree: DraftTree, _rows: jax.Array, choices: jax.Array) -> AcceptedPath:
+    def careless(tree: DraftTree, choices: jax.Array) -> AcceptedPath:
         deeper = tree.depths[:, None, :] == tree.depths[:, :, None] + 1
         match = deeper & (tree.tokens[:, None, :] == choices[:, :, None])
         following = jnp.where(match.any(-1), jnp.argmax(match, axis=-1), -1)
@@ -169,82 +75,9 @@ def test_broken_walk_is_caught() -> None:
         return AcceptedPath(steps[0], count, steps[1], steps[1][:, 0])
 
     draws = choice_draws(small, share=False)
-    assert_lossless(small, run_rule(walk_rule(small), small, draws))
+    assert_lossless(small, run_choices(walk_rule(small), small, draws))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_lossless(small, run_rule(careless, small, draws))
-
-
-# --- target_only with given coins -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("group", GROUPS)
-def test_target_only_replays_golden_coins(group: str, dtype: str) -> None:
-    small, golden = load_tree(group), golden_group("acceptance", f"{group}/replay")
-    with jax.enable_x64(dtype == "float64"):
-        tree = draft_tree(small.tokens, small.parents, batch=len(golden["u"]))
-        rows = jnp.broadcast_to(jnp.asarray(small.node_rows, dtype), (len(golden["u"]), *small.node_rows.shape))
-        accepted = jit_quickly(target_only_rule(small))(tree, rows, jnp.asarray(golden["u"], dtype))
-    steps = np.arange(small.length)
-    path = np.where(steps < np.asarray(accepted.count)[:, None], accepted.path, -1)
-    np.testing.assert_array_equal(path, golden["path"])
-    np.testing.assert_array_equal(accepted.bonus, golden["bonus"])
-
-
-def test_target_only_equals_a_scan() -> None:
-    """512 random draws: trees with zero-probability tokens, children that take everything, coins of 0."""
-    rng = np.random.default_rng(20260724)
-    build = jit_quickly(functools.partial(target_only, max_depth=NODES - 1))
-    trees, rows, coins, expected = [], [], [], []
-    for _ in range(512):
-        tokens, parents = random_tree(rng)
-        row = rng.dirichlet([0.3] * VOCAB, NODES) * (rng.random((NODES, VOCAB)) < 0.8)
-        row[:, 0] += 1e-3
-        small = make_small_tree(tokens, parents, row / row.sum(1, keepdims=True))
-        coin = rng.random(NODES + 1) * (rng.random(NODES + 1) < 0.9)
-        trees.append(draft_tree(tokens, parents))
-        rows.append(small.node_rows)
-        coins.append(coin)
-        expected.append(scan_target_only(small, coin))
-    with jax.enable_x64(True):  # noqa: FBT003 - jax has no keyword for it
-        accepted = build(
-            jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees), jnp.array(rows), jnp.array(coins)
-        )
-    for row, (path, bonus) in enumerate(expected):
-        count = int(accepted.count[row])
-        assert (list(accepted.path[row, :count]), int(accepted.bonus[row])) == (path, bonus)
-
-
-def random_tree(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and parents of a full random tree whose siblings differ."""
-    parents, tokens = [-1], [0]
-    while len(parents) < NODES:
-        parent, token = int(rng.integers(len(parents))), int(rng.integers(VOCAB))
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            parents.append(parent)
-            tokens.append(token)
-    return np.array(tokens), np.array(parents)
-
-
-def replay(row: list[float], coins: list[float]) -> AcceptedPath:
-    """A root with children of tokens 0 and 1; their own rows are uniform."""
-    tree = draft_tree(np.array([0, 0, 1]), np.array([-1, 0, 0]))
-    rows = jnp.array([[row, [1 / 3] * 3, [1 / 3] * 3]], jnp.float32)
-    return target_only(tree, rows, jnp.array([coins], jnp.float32), max_depth=1)
-
-
-def test_coins_at_the_edges() -> None:
-    almost_one = float(np.nextafter(np.float32(1), np.float32(0)))
-    # A coin of 0 picks neither a child nor a bonus of probability 0.
-    assert replay([0.0, 0.4, 0.6], [0, 0, 0, 0]).path[0, 1] == 2
-    assert replay([0.0, 0.0, 1.0], [0, 0, 0, 0]).tokens[0].tolist() == [2, 0]
-    # A miss emits the rest of the row.
-    assert replay([0.2, 0.3, 0.5], [0.9, 0, 0, 0]).tokens[0].tolist() == [2, 0]
-    # Children that sum to a little less than 1 while nothing else has any mass: the last positive child.
-    accepted = replay([0.5, 0.4999999, 0.0], [almost_one, 0, 0, 0])
-    assert accepted.path[0].tolist() == [0, 2]
-    accepted = replay([0.9999999, 0.0, 0.0], [almost_one, 0, 0, 0])
-    assert accepted.path[0].tolist() == [0, 1]
+        assert_lossless(small, run_choices(careless, small, draws))
 
 
 # --- the walk ---------------------------------------------------------------------------------------------------------

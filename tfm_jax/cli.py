@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from tfm_jax import runtime
-from tfm_jax.config import Method
+from tfm_jax.config import FilterOrder, Method, Verifier
 from tfm_jax.errors import TfmError, require
 
 if TYPE_CHECKING:
-    from tfm_jax.engine import Engine, Generation, Round
+    from tfm_jax.engine import Engine, Generation, Round, TokenLogprobs
 
 type Prompt = str | list[int]
 
@@ -57,8 +57,30 @@ class Generate:
     """Stop after so many new tokens."""
     temperature: float = 0.0
     """0 takes the likeliest token; above, tokens are sampled from the target's own law."""
+    top_k: int = 0
+    """Sample among the K likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens, each of which has less than P before it; 1 is off."""
+    min_p: float = 0.0
+    """Sample among tokens at least P times as likely as the likeliest; 0 is off."""
+    filter_order: FilterOrder = "sequential"
+    """Top-k, top-p, min-p, each on what the one before left; or top-p jointly with top-k, on the whole law."""
+    logit_bias: Annotated[str | None, tyro.conf.arg(metavar='"ID:X ID:X"')] = None
+    """Numbers added to the logits of tokens; -inf bans one."""
+    repetition_penalty: float = 1.0
+    """Divide positive and multiply negative logits of tokens in prompt or text; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtract from a token's logit for every time it is in the text; 0 is off."""
+    presence_penalty: float = 0.0
+    """Subtract from a token's logit if it is in the text; 0 is off."""
+    verifier: Verifier = "target_only"
+    """How drafts are accepted; none changes the law of the text. rejection needs the method chain."""
     seed: int = 0
-    """Decides the sampled text, whatever method and budget."""
+    """Decides the sampled text, whatever method and budget (with another verifier than target_only: given those)."""
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
+    """Texts that end the continuation; they are left out of it."""
+    logprobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """With --json, report every new token's log-probability and those of the N likeliest tokens in its place."""
     context: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Tokens that the caches hold; by default prompt and new tokens, rounded up."""
     dtype: Annotated[Literal["float32", "bfloat16"] | None, tyro.conf.arg(metavar="{float32,bfloat16}")] = None
@@ -177,6 +199,17 @@ def _parse_token_ids(text: str) -> list[int]:
         raise TfmError(message) from None
 
 
+def _parse_logit_bias(text: str | None) -> dict[int, float] | None:
+    if text is None:
+        return None
+    pairs = [word.partition(":") for word in text.split()]
+    try:
+        return {int(token): float(value) for token, _, value in pairs}
+    except ValueError:
+        message = f'--logit-bias is {text!r}; write ID:NUMBER with spaces between, such as "11:-2 13:0.5".'
+        raise TfmError(message) from None
+
+
 def _read_prompt_file(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -233,8 +266,19 @@ def _settings(options: Generate, method: Method | None = None) -> dict[str, Any]
         "budget": options.budget,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "filter_order": options.filter_order,
+        "logit_bias": _parse_logit_bias(options.logit_bias),
+        "repetition_penalty": options.repetition_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "presence_penalty": options.presence_penalty,
+        "verifier": options.verifier,
         "seed": options.seed,
         "context": options.context,
+        "stop": options.stop,
+        "logprobs": options.logprobs,
     }
 
 
@@ -247,7 +291,7 @@ def _stream_one(engine: Engine, prompt: list[int], options: Generate) -> None:
         stream = engine.stream(prompt, **_settings(options))
     rounds = []
     times = []
-    for item in _show(engine, stream):
+    for item in _show(engine, stream, options.stop):
         rounds.append(item)
         times.append(time.perf_counter())
     if options.trace is not None:
@@ -260,13 +304,15 @@ def _stream_one(engine: Engine, prompt: list[int], options: Generate) -> None:
     print(_figures(1 + sum(committed), committed, rate, options))
 
 
-def _show(engine: Engine, rounds: Iterator[Round]) -> Iterator[Round]:
+def _show(engine: Engine, rounds: Iterator[Round], stop: Sequence[str]) -> Iterator[Round]:
     """Pass the rounds on and print their text, or their ids where the checkpoint has no tokenizer."""
-    text = engine.tokenizer.stream() if engine.tokenizer else None
+    from tfm_jax.text import StopText
+
+    text = StopText(engine.tokenizer, stop) if engine.tokenizer else None
     for item in rounds:
         stopped = item.done and item.tokens[-1] in engine.config.stop_token_ids
         shown = item.tokens[:-1] if stopped else item.tokens
-        print(text.feed(shown) if text else "".join(f"{token} " for token in shown), end="", flush=True)
+        print(text.feed(shown)[1] if text else "".join(f"{token} " for token in shown), end="", flush=True)
         yield item
     print(text.finish() if text else "")
 
@@ -279,11 +325,11 @@ def _generate_batch(engine: Engine, batch: list[list[int]], options: Generate) -
             lines = (line for index, rounds in enumerate(traced) for line in _trace_lines(index, rounds))
             _write_trace(options.trace, lines)
     if options.json:
-        print(json.dumps([_to_json(engine, *pair, options) for pair in zip(generations, comparisons, strict=True)]))
+        print(json.dumps([_to_json(*pair, options) for pair in zip(generations, comparisons, strict=True)]))
         return
     for number, generation in enumerate(generations, 1):
-        text = _text(engine, generation)
-        print(f"[{number}] {' '.join(map(str, generation.token_ids)) if text is None else text}")
+        text = " ".join(map(str, generation.token_ids)) if generation.text is None else generation.text
+        print(f"[{number}] {text}")
     _print_figures(generations, comparisons, options)
 
 
@@ -305,19 +351,11 @@ def _compare(engine: Engine, generation: Generation, plain: Generation) -> Compa
     return Comparison(plain.tokens_per_second, index is None, index, margin)
 
 
-def _text(engine: Engine, generation: Generation) -> str | None:
-    """New text without the stop token; None without a tokenizer."""
-    token_ids = generation.token_ids[:-1] if generation.finish_reason == "stop" else generation.token_ids
-    return engine.tokenizer.decode(token_ids) if engine.tokenizer else None
-
-
-def _to_json(
-    engine: Engine, generation: Generation, comparison: Comparison | None, options: Generate
-) -> dict[str, Any]:
-    values = {
+def _to_json(generation: Generation, comparison: Comparison | None, options: Generate) -> dict[str, Any]:
+    values: dict[str, Any] = {
         "prompt_token_ids": generation.prompt_token_ids,
         "token_ids": generation.token_ids,
-        "text": _text(engine, generation),
+        "text": generation.text,
         "finish_reason": generation.finish_reason,
         "rounds": [dataclasses.asdict(stats) for stats in generation.rounds],
         "acceptance_length": generation.acceptance_length,
@@ -329,8 +367,30 @@ def _to_json(
         "method": options.method,
         "budget": options.budget,
         "seed": options.seed,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "filter_order": options.filter_order,
+        "logit_bias": options.logit_bias,
+        "repetition_penalty": options.repetition_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "presence_penalty": options.presence_penalty,
+        "verifier": options.verifier,
+        "stop": list(options.stop),
+        "logprobs": generation.logprobs and [_logprobs_json(entry) for entry in generation.logprobs],
     }
     return values if comparison is None else values | {"compare_ar": dataclasses.asdict(comparison)}
+
+
+def _logprobs_json(entry: TokenLogprobs) -> dict[str, Any]:
+    """Minus infinity, which JSON has no number for, becomes null."""
+    top = [{"token_id": token, "logprob": _finite(value)} for token, value in entry.top]
+    return {"token_id": entry.token_id, "logprob": _finite(entry.logprob), "top": top}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _print_figures(generations: list[Generation], comparisons: list[Comparison | None], options: Generate) -> None:
@@ -378,7 +438,7 @@ def _trace_lines(prompt: int, rounds: Iterable[Round]) -> Iterator[str]:
             "parents": trace.parents.tolist(),
             "depths": trace.depths.tolist(),
             "valid": trace.valid.tolist(),
-            "scores": [score if math.isfinite(score) else None for score in trace.scores.tolist()],
+            "scores": [_finite(score) for score in trace.scores.tolist()],
             "path": trace.path.tolist(),
             "bonus": trace.bonus,
             "committed": committed,

@@ -181,6 +181,10 @@ class WeaverConfig(_Dict):
 
 Method = Literal["tfm", "ddtree", "chain", "ar"]
 METHODS: tuple[Method, ...] = ("tfm", "ddtree", "chain", "ar")
+Verifier = Literal["target_only", "traversal", "rejection"]
+VERIFIERS: tuple[Verifier, ...] = ("target_only", "traversal", "rejection")
+FilterOrder = Literal["sequential", "joint"]
+FILTER_ORDERS: tuple[FilterOrder, ...] = ("sequential", "joint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,12 +208,15 @@ class DecodePlan:
     """Static choices of decoding; every distinct plan is one compilation.
 
     `budget` bounds the tree's nodes without the root; `sample` says whether any row has a temperature above 0.
+    `logprobs` is how many of the likeliest tokens are reported beside every emitted one; None reports nothing.
     """
 
     models: Models
     method: Method
     budget: int
     sample: bool
+    verifier: Verifier = "target_only"
+    logprobs: int | None = None
 
     @property
     def depth(self) -> int:
@@ -228,7 +235,7 @@ class DecodePlan:
     def for_prompts(self) -> DecodePlan:
         """The plan to read prompts with: all methods that use the drafter, and all budgets, share one compilation."""
         method = "ar" if self.method == "ar" else self.models.methods[0]
-        return dataclasses.replace(self, method=method, budget=1, sample=False)
+        return DecodePlan(self.models, method, budget=1, sample=False)
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
     propose   the drafter's block gives marginals; a tree of candidate continuations grows from them
     verify    the target runs over the whole tree in one pass and writes nothing
-    accept    walk from the root along the target's own choices
+    accept    walk from the root along the target's own choices, or as another verifier says
     commit    only the accepted path enters the caches of target and drafter
 
 Every function here is pure: `params` is a dict of arrays; the state, which carries its static plan, goes in and comes
@@ -15,19 +15,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tfm_jax.commit import commit_path, take_nodes
 from tfm_jax.config import DecodePlan, Models
 from tfm_jax.dflash import Drafter, empty_caches
-from tfm_jax.sampling import cut_at_stop, node_choices, walk
-from tfm_jax.state import DecodeState, write_rows
+from tfm_jax.filters import count_tokens, filter_logits, log_laws, node_laws, penalise
+from tfm_jax.sampling import Logprobs, cut_at_stop, node_choices, token_logprobs
+from tfm_jax.state import DecodeState, Filters, write_rows
 from tfm_jax.target import Target, empty_target_state
 from tfm_jax.tree import DraftTree, chain_tree, conv_taps, ddtree, top_candidates
+from tfm_jax.verifiers import accept, draft_noise
 from tfm_jax.weaver import Weaver
 
 Params = dict[str, Any]
@@ -62,6 +65,7 @@ class RoundOutput(NamedTuple):
 
     `tokens[:, :count]` are new: the accepted path without its root, then the bonus, cut at a stop or the length limit.
     `path[:, :count]` are the committed nodes, the root first; `accepted` counts drafts accepted before that cut.
+    `logprobs` belong to `tokens`; None unless the plan asks for them.
     """
 
     tokens: Int[Array, "batch steps"]
@@ -70,12 +74,13 @@ class RoundOutput(NamedTuple):
     path: Int[Array, "batch steps"]
     accepted: Int[Array, " batch"]
     bonus: Int[Array, " batch"]
+    logprobs: Logprobs | None
 
 
 def empty_state(
     plan: DecodePlan, *, capacity: int, limit: Array, temperature: Array, seed: Array, stop_ids: Array, dtype: DTypeLike
 ) -> DecodeState:
-    """State before the first prompt token.
+    """State before the first prompt token, without filters and penalties.
 
     Args:
         plan: static choices; `ar` keeps no drafter caches.
@@ -100,6 +105,8 @@ def empty_state(
         temperature=temperature,
         seed=seed,
         stop_ids=stop_ids,
+        filters=Filters(),
+        penalties=None,
         plan=plan,
     )
 
@@ -123,11 +130,12 @@ def prefill_piece(
 
 def emit_first(params: Params, state: DecodeState) -> DecodeState:
     """Chooses the first new token, the root of the first round, after the last piece of the prompt."""
-    logits = bind(state.plan.models, params).target.logits(state.feature[:, None])
     depths = jnp.zeros((state.root.shape[0], 1), jnp.int32)
+    lengths = state.target.lengths - 1
     root = node_choices(
-        logits, depths, state.target.lengths - 1, state.temperature, state.seed, max_depth=0, sample=state.plan.sample
-    )
+        _first_logits(params, state), depths, lengths, state.temperature, state.seed, max_depth=0,
+        sample=state.plan.sample,
+    )  # fmt: skip
     cut = cut_at_stop(root, jnp.ones_like(state.emitted), state.stop_ids, state.limit)
     return dataclasses.replace(state, root=root[:, 0], emitted=cut.count, done=cut.done)
 
@@ -140,15 +148,20 @@ def speculative_round(params: Params, state: DecodeState) -> tuple[DecodeState, 
         state: may be donated.
     """
     modules = bind(state.plan.models, params)
-    return verify_and_commit(modules, state, propose(modules, params, state))
+    return verify_and_commit(modules, state, *_draft(modules, params, state))
 
 
 def propose(modules: Modules, params: Params, state: DecodeState) -> DraftTree:
     """The tree of candidate continuations; for `ar` just the root."""
+    return _draft(modules, params, state)[0]
+
+
+def _draft(modules: Modules, params: Params, state: DecodeState) -> tuple[DraftTree, Array | None]:
+    """The tree, and the laws that its tokens were drawn from: None unless `rejection` wants them drawn."""
     plan = state.plan
     if plan.method == "ar":
         nothing = jnp.zeros((state.root.shape[0], 0, 1))
-        return chain_tree(state.root, nothing.astype(jnp.int32), nothing, 0)
+        return chain_tree(state.root, nothing.astype(jnp.int32), nothing, 0), None
     config = modules.drafter.config
     masks = jnp.full((state.root.shape[0], config.depth), config.mask_token_id, jnp.int32)
     block = jnp.concatenate([state.root[:, None], masks], axis=1)
@@ -156,35 +169,54 @@ def propose(modules: Modules, params: Params, state: DecodeState) -> DraftTree:
     hidden = hidden[:, 1 : 1 + plan.depth]  # slot 0 is the root's own; `chain` verifies a prefix of the block
     logits = modules.target.logits(hidden)
     vocab = logits.shape[-1]
+    if plan.method == "chain" and plan.verifier == "rejection":
+        return _drawn_chain(state, logits)
     if plan.method == "chain":
         candidates = top_candidates(logits, 1)
-        return chain_tree(state.root, candidates.ids, candidates.log_probs, plan.depth)
+        return chain_tree(state.root, candidates.ids, candidates.log_probs, plan.depth), None
     if plan.method == "ddtree":
         candidates = top_candidates(logits, min(plan.budget, vocab))
-        return ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget)
+        return ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget), None
     candidates = top_candidates(logits, min(modules.weaver.config.pool_size, vocab))
-    return modules.weaver.build_tree(
+    tree = modules.weaver.build_tree(
         state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"], budget=plan.budget
     )
+    return tree, None
 
 
-def verify_and_commit(modules: Modules, state: DecodeState, tree: DraftTree) -> tuple[DecodeState, RoundOutput]:
-    """The target's part of a round, for any tree whose root is `state.root` and that the target did not influence."""
+def _drawn_chain(state: DecodeState, logits: Float[Array, "batch depth vocab"]) -> tuple[DraftTree, Array]:
+    """A chain drawn from the drafter's marginals under the target's own temperature and filters, and their laws."""
+    logits = filter_logits(logits, state.temperature, state.filters)
+    laws = node_laws(logits, state.temperature)
+    noise = draft_noise(state.seed, state.target.lengths, *logits.shape[1:])
+    ids = jnp.argmax(logits + state.temperature[:, None, None] * noise, axis=-1).astype(jnp.int32)[..., None]
+    log_probs = jnp.log(jnp.take_along_axis(laws, ids, axis=-1))
+    after_last = jnp.zeros_like(laws[:, :1])
+    tree = chain_tree(state.root, ids, log_probs, logits.shape[1])
+    return tree, jnp.concatenate([laws, after_last], axis=1)
+
+
+def verify_and_commit(
+    modules: Modules, state: DecodeState, tree: DraftTree, drafted: Float[Array, "batch nodes vocab"] | None = None
+) -> tuple[DecodeState, RoundOutput]:
+    """The target's part of a round, for any tree whose root is `state.root` and that the target did not influence.
+
+    Args:
+        modules: the three models.
+        state: state before the round.
+        tree: what to verify.
+        drafted: with the verifier `rejection`, the laws that a drawn chain came from; see `verifiers.chain_rejection`.
+    """
     plan, lengths = state.plan, state.target.lengths
     taps = conv_taps(tree.parents, max(plan.models.target.conv_width, 1))
     verified = modules.target.verify(
         tree.tokens, lengths[:, None] + tree.depths, tree.ancestors, taps, state.target, tap_layers=plan.tap_layers
     )
-    choices = node_choices(
-        modules.target.logits(verified.hidden),
-        tree.depths,
-        lengths,
-        state.temperature,
-        state.seed,
-        max_depth=plan.depth,
-        sample=plan.sample,
-    )
-    accepted = walk(tree, choices, max_depth=plan.depth)
+    logits = _filtered(state, modules.target.logits(verified.hidden), tree.tokens, tree.ancestors)
+    accepted = accept(
+        tree, logits, lengths, state.temperature, state.seed,
+        verifier=plan.verifier, max_depth=plan.depth, sample=plan.sample, drafted=drafted,
+    )  # fmt: skip
     remaining = jnp.where(state.done, 0, state.limit - state.emitted)
     cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
 
@@ -200,27 +232,71 @@ def verify_and_commit(modules: Modules, state: DecodeState, tree: DraftTree) -> 
         feature=jnp.where(alive[:, None], take_nodes(verified.hidden, leaf)[:, 0], state.feature),
         emitted=state.emitted + count,
         done=state.done | cut.done,
+        penalties=None
+        if state.penalties is None
+        else count_tokens(state.penalties, take_nodes(tree.tokens, path), count),
     )
-    return new_state, RoundOutput(accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus)
+    logprobs = None
+    if plan.logprobs is not None:
+        laws = log_laws(take_nodes(logits, path), state.temperature)
+        logprobs = token_logprobs(laws, accepted.tokens, plan.logprobs)
+    return new_state, RoundOutput(accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus, logprobs)
+
+
+def first_logprobs(params: Params, state: DecodeState) -> Logprobs:
+    """Log-probabilities for the token of `emit_first`, from the state that it returned."""
+    laws = log_laws(_first_logits(params, state), state.temperature)
+    return token_logprobs(laws, state.root[:, None], state.plan.logprobs or 0)
+
+
+def _first_logits(params: Params, state: DecodeState) -> Float[Array, "batch 1 vocab"]:
+    """The target's filtered logits after the prompt."""
+    batch = state.root.shape[0]
+    logits = bind(state.plan.models, params).target.logits(state.feature[:, None])
+    return _filtered(state, logits, jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 1, 0), bool))
+
+
+def _filtered(
+    state: DecodeState,
+    logits: Float[Array, "batch nodes vocab"],
+    tokens: Int[Array, "batch slots"],
+    ancestors: Bool[Array, "batch nodes slots"],
+) -> Float[Array, "batch nodes vocab"]:
+    """Logits after penalties, bias and filters; without any, as they are."""
+    logits = penalise(logits, tokens, ancestors, state.penalties)
+    return filter_logits(logits, state.temperature, state.filters)
 
 
 class Transcript(NamedTuple):
     """What the rounds of a batch emitted so far.
 
-    `tokens[:, :emitted]` are all new tokens, the one from prefill first; entry r of `committed` and `nodes` is round r.
+    `tokens[:, :emitted]` are all new tokens, the one from prefill first; `logprobs` are theirs, None unless the plan
+    asks for them. Entry r of `committed` and `nodes` is round r.
     """
 
     tokens: Int[Array, "batch limit"]
     committed: Int[Array, "batch rounds"]
     nodes: Int[Array, "batch rounds"]
     rounds: Int[Array, ""]
+    logprobs: Logprobs | None
 
 
-def start_transcript(state: DecodeState, limit: int) -> Transcript:
-    """Transcript after `emit_first`; `limit` is the largest number of new tokens of any row."""
+def start_transcript(state: DecodeState, limit: int, logprobs: Logprobs | None = None) -> Transcript:
+    """Transcript after `emit_first`.
+
+    Args:
+        state: what `emit_first` returned.
+        limit: the largest number of new tokens of any row.
+        logprobs: what `first_logprobs` says, if the plan asks for log-probabilities.
+    """
     batch = state.root.shape[0]
     blank = jnp.zeros((batch, limit), jnp.int32)  # every round emits at least one token: `limit` rounds are enough
-    return Transcript(blank.at[:, 0].set(state.root), blank, jnp.zeros_like(blank), jnp.zeros((), jnp.int32))
+
+    def begin(first: Array) -> Array:
+        return jnp.zeros((batch, limit, *first.shape[2:]), first.dtype).at[:, :1].set(first)
+
+    tokens, zero = blank.at[:, 0].set(state.root), jnp.zeros((), jnp.int32)
+    return Transcript(tokens, blank, jnp.zeros_like(blank), zero, jax.tree.map(begin, logprobs))
 
 
 def run_rounds(
@@ -240,11 +316,16 @@ def run_rounds(
         slots = jnp.where(step < output.count[:, None], state.emitted[:, None] + step, limit)
         rows = jnp.arange(slots.shape[0])[:, None]
         drafted = jnp.where(state.done, 0, jnp.sum(output.tree.valid, axis=1, dtype=jnp.int32) - 1)
+
+        def append(text: Array, new: Array) -> Array:
+            return text.at[rows, slots].set(new, mode="drop")
+
         return new_state, Transcript(
-            transcript.tokens.at[rows, slots].set(output.tokens, mode="drop"),
+            append(transcript.tokens, output.tokens),
             transcript.committed.at[:, transcript.rounds].set(output.count),
             transcript.nodes.at[:, transcript.rounds].set(drafted),
             transcript.rounds + 1,
+            jax.tree.map(append, transcript.logprobs, output.logprobs),
         )
 
     return lax.while_loop(going, body, (state, transcript))

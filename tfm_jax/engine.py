@@ -19,23 +19,28 @@ from tfm_jax.config import Method, Models
 from tfm_jax.decode import (
     Params,
     RoundOutput,
+    Transcript,
     bind,
     emit_first,
     empty_state,
+    first_logprobs,
     prefill_piece,
     run_rounds,
     speculative_round,
     start_transcript,
 )
+from tfm_jax.errors import require
 from tfm_jax.request import Options, Request, check_request, round_up
 from tfm_jax.runtime import default_dtype
+from tfm_jax.sampling import Logprobs
 from tfm_jax.state import DecodeState
-from tfm_jax.text import Tokenizer
+from tfm_jax.text import StopText, Tokenizer
 from tfm_jax.weaver import WeaverTables
 
 _LIMIT_BUCKET = 128  # transcripts are rounded up to multiples of this, so that similar requests share a compilation
 _PIECES = (64, 256, 1024)  # token counts of one prefill call
 _ROUNDS_PER_CALL = 32  # rounds of one device-side loop; between calls the host can be interrupted
+_ROUNDS_BEFORE_STOPS = 4  # the same where the host has to look for stop texts between calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +65,45 @@ class RoundTrace:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probability of a token in its place, and the likeliest tokens there with theirs, best first.
+
+    They are those of the law that the token was drawn from: penalties, bias, temperature and filters applied, −inf for
+    what a filter drops. At temperature 0, where that law holds one token, temperature 1 stands in.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Round:
-    """Tokens of one round as a stream yields them; the first item is the token from prefill (0 nodes, no trace)."""
+    """Tokens of one round as a stream yields them; the first item is the token from prefill (0 nodes, no trace).
+
+    `logprobs` has an entry a token if asked for, else it is None.
+    """
 
     tokens: list[int]
     nodes: int
     committed: int
     done: bool
     trace: RoundTrace | None
+    logprobs: tuple[TokenLogprobs, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """New tokens for one prompt, and how they came; times are seconds and cover the whole batch."""
+    """New tokens for one prompt, and how they came; times are seconds and cover the whole batch.
+
+    `token_ids` end with the stop token, or with the token that completes a stop text; `text` has neither, and is None
+    without a tokenizer. `logprobs` has an entry a token if asked for.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
+    text: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: Literal["stop", "length"]
     rounds: tuple[RoundStats, ...]
     depth: int
@@ -126,33 +154,38 @@ class Engine:
         Raises:
             TfmError: a prompt or an option does not fit the model.
         """
-        request = check_request(self.config, self.models, prompts, **options)
+        request = self._check(prompts, options)
         before = self._compile_seconds
-        state, prefill_seconds = self._begin(request)
-        transcript = start_transcript(state, round_up(request.limit, _LIMIT_BUCKET))
-        rounds = jnp.asarray(_ROUNDS_PER_CALL, jnp.int32)
+        state, first, prefill_seconds = self._begin(request)
+        transcript = start_transcript(state, round_up(request.limit, _LIMIT_BUCKET), first)
+        rounds = jnp.asarray(_ROUNDS_BEFORE_STOPS if request.stop else _ROUNDS_PER_CALL, jnp.int32)
         run = self._program(run_rounds, state, transcript, rounds)
         start = time.perf_counter()
+        watch = _StopWatch(self.tokenizer, request.stop, len(prompts))
+        state = watch.look(state, transcript)
         while not np.all(np.asarray(state.done)):
             state, transcript = run(self.params, state, transcript, rounds)
-        tokens, committed, nodes, emitted = map(
-            np.asarray, (transcript.tokens, transcript.committed, transcript.nodes, state.emitted)
-        )
+            state = watch.look(state, transcript)
+        transcript, emitted = jax.device_get((transcript, state.emitted))
         seconds = time.perf_counter() - start
-        rate = (int(emitted.sum()) - len(prompts)) / seconds if transcript.rounds else None
+        lengths = watch.cut(emitted)
+        rate = (int(lengths.sum()) - len(prompts)) / seconds if transcript.rounds else None
+        texts = (transcript.tokens[row, :length].tolist() for row, length in enumerate(lengths))
         return [
             Generation(
-                prompt_token_ids=list(prompt),
-                token_ids=tokens[row, : emitted[row]].tolist(),
-                finish_reason=_finish_reason(tokens[row, : emitted[row]], request.stop_ids),
-                rounds=tuple(RoundStats(int(n), int(c)) for n, c in zip(nodes[row], committed[row], strict=True) if c),
+                prompt_token_ids=prompt,
+                token_ids=token_ids,
+                text=self._text(token_ids, request),
+                logprobs=_list_logprobs(token_ids, transcript.logprobs, row),
+                finish_reason=_finish_reason(token_ids, request, stopped=watch.stopped(row)),
+                rounds=_rounds(transcript.nodes[row], transcript.committed[row], len(token_ids) - 1),
                 depth=request.plan.depth,
                 prefill_seconds=prefill_seconds,
                 decode_seconds=seconds,
                 warmup_seconds=self._compile_seconds - before,
                 tokens_per_second=rate,
             )
-            for row, prompt in enumerate(request.prompts)
+            for row, (prompt, token_ids) in enumerate(zip(request.prompts, texts, strict=True))
         ]
 
     def stream(self, prompt: Sequence[int], **options: Unpack[Options]) -> Iterator[Round]:
@@ -161,21 +194,20 @@ class Engine:
         Raises:
             TfmError: as `generate`; before the first item.
         """
-        request = check_request(self.config, self.models, [prompt], **options)
-        state, _ = self._begin(request)
+        request = self._check([prompt], options)
+        state, first, _ = self._begin(request)
         step = self._program(speculative_round, state)
-        return self._stream(state, step)
+        return self._stream(state, first, step, request.stop)
 
     def prefill(self, prompts: Sequence[Sequence[int]], **options: Unpack[Options]) -> DecodeState:
         """State after the prompts, the first new token chosen (`state.root`). Same options as `generate`.
 
-        The state remembers the options; hand it to `round`.
+        The state remembers the options, except for stop texts; hand it to `round`.
 
         Raises:
             TfmError: as `generate`.
         """
-        request = check_request(self.config, self.models, prompts, **options)
-        return self._begin(request)[0]
+        return self._begin(self._check(prompts, options))[0]
 
     def round(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
         """One round on a state from `prefill`, jitted; `state` is donated, so use only the one that comes back.
@@ -200,7 +232,13 @@ class Engine:
         first, second = np.sort(self.next_logits([*prompt, *token_ids[:index]]))[-1:-3:-1]
         return float(first - second)
 
-    def _begin(self, request: Request) -> tuple[DecodeState, float]:
+    def _check(self, prompts: Sequence[Sequence[int]], options: Options) -> Request:
+        request = check_request(self.config, self.models, prompts, **options)
+        fine = self.tokenizer is not None or not request.stop
+        require(fine, "stop texts need a tokenizer, which this checkpoint lacks; give stop_token_ids instead.")
+        return request
+
+    def _begin(self, request: Request) -> tuple[DecodeState, Logprobs | None, float]:
         """Compiles what is missing, runs the prompts, chooses the first tokens; returns the seconds of the last two."""
         lengths = np.array([len(prompt) for prompt in request.prompts])
         piece = next((size for size in _PIECES if size >= lengths.max()), _PIECES[-1])
@@ -219,18 +257,27 @@ class Engine:
         )
         first_piece = (jnp.asarray(padded[:, :piece]), jnp.asarray(valid[:, :piece]))
         run_piece = self._program(prefill_piece, state, *first_piece)
-        run_first = self._program(emit_first, dataclasses.replace(state, plan=request.plan))
+        asked = {"plan": request.plan, "filters": request.filters, "penalties": request.penalties}
+        whole = dataclasses.replace(state, **asked)
+        run_first = self._program(emit_first, whole)
+        log_first = None if request.plan.logprobs is None else self._program(first_logprobs, whole)
         start = time.perf_counter()
         for begin in range(0, padded.shape[1], piece):
             part = slice(begin, begin + piece)
             state = run_piece(self.params, state, jnp.asarray(padded[:, part]), jnp.asarray(valid[:, part]))
-        state = run_first(self.params, dataclasses.replace(state, plan=request.plan))
+        state = run_first(self.params, dataclasses.replace(state, **asked))
         state.root.block_until_ready()
-        return state, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        return state, None if log_first is None else log_first(self.params, state), seconds
 
-    def _stream(self, state: DecodeState, step: Callable) -> Iterator[Round]:
-        done = bool(state.done[0])
-        yield Round([int(state.root[0])], nodes=0, committed=1, done=done, trace=None)
+    def _stream(
+        self, state: DecodeState, first: Logprobs | None, step: Callable, stop: tuple[str, ...]
+    ) -> Iterator[Round]:
+        text = StopText(self.tokenizer, stop) if self.tokenizer and stop else None
+        tokens = [int(state.root[0])]
+        kept, done = _keep(text, tokens), bool(state.done[0])
+        done |= text is not None and text.stopped
+        yield Round(tokens[:kept], 0, 1, done, None, _list_logprobs(tokens, jax.device_get(first), 0))
         while not done:
             state, output = step(self.params, state)
             output, done = jax.device_get((output, state.done[0]))
@@ -240,7 +287,19 @@ class Engine:
                 output.path[0, : int(output.accepted[0]) + 1], int(output.bonus[0]),
             )  # fmt: skip
             nodes = int(tree.valid[0].sum()) - 1
-            yield Round(output.tokens[0, :count].tolist(), nodes, count, bool(done), trace)
+            tokens = output.tokens[0, :count].tolist()
+            tokens = tokens[: _keep(text, tokens)]
+            done = bool(done) or (text is not None and text.stopped)
+            yield Round(tokens, nodes, len(tokens), done, trace, _list_logprobs(tokens, output.logprobs, 0))
+
+    def _text(self, token_ids: list[int], request: Request) -> str | None:
+        if self.tokenizer is None:
+            return None
+        shown = token_ids[:-1] if token_ids[-1] in request.stop_ids else token_ids
+        if not request.stop:
+            return self.tokenizer.decode(shown)
+        text = StopText(self.tokenizer, request.stop)
+        return text.feed(shown)[1] + text.finish()
 
     def _program(self, function: Callable, state: DecodeState, *arguments: Any) -> Callable:  # noqa: ANN401
         """`function(params, state, *arguments)` compiled for these shapes, state (and transcript) donated."""
@@ -248,7 +307,7 @@ class Engine:
         key = (function, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._programs:
             start = time.perf_counter()
-            donated = (1, 2) if function is run_rounds else (1,)
+            donated = {run_rounds: (1, 2), first_logprobs: ()}.get(function, (1,))
             lowered = jax.jit(function, donate_argnums=donated).lower(self.params, state, *arguments)
             self._programs[key] = lowered.compile()
             self._compile_seconds += time.perf_counter() - start
@@ -286,5 +345,54 @@ def _weaver_tables(models: Models, params: Params) -> WeaverTables:
     return modules.weaver.tables(modules.target.embed_tokens.embedding[...], modules.target.head_rows())
 
 
-def _finish_reason(tokens: np.ndarray, stop_ids: tuple[int, ...]) -> Literal["stop", "length"]:
-    return "stop" if int(tokens[-1]) in stop_ids else "length"
+class _StopWatch:
+    """Looks for stop texts between calls of the device-side driver."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...], rows: int) -> None:
+        self._texts = [StopText(tokenizer, stop) for _ in range(rows)] if tokenizer and stop else []
+        self._read = np.zeros(rows, int)
+
+    def look(self, state: DecodeState, transcript: Transcript) -> DecodeState:
+        """The state with those rows done whose text has come to a stop text."""
+        if not self._texts:
+            return state
+        tokens, emitted, done = jax.device_get((transcript.tokens, state.emitted, state.done))
+        for row, text in enumerate(self._texts):
+            if not text.stopped:
+                self._read[row] += text.feed(tokens[row, self._read[row] : emitted[row]].tolist())[0]
+        stopped = np.array([text.stopped for text in self._texts])
+        return dataclasses.replace(state, done=jnp.asarray(done | stopped))
+
+    def stopped(self, row: int) -> bool:
+        """Whether a stop text ended the row."""
+        return bool(self._texts) and self._texts[row].stopped
+
+    def cut(self, emitted: np.ndarray) -> np.ndarray:
+        """Lengths of the texts."""
+        return self._read if self._texts else emitted
+
+
+def _keep(text: StopText | None, tokens: list[int]) -> int:
+    """How many of the tokens come before or complete a stop text."""
+    return len(tokens) if text is None else text.feed(tokens)[0]
+
+
+def _rounds(nodes: np.ndarray, committed: np.ndarray, new_tokens: int) -> tuple[RoundStats, ...]:
+    """Rounds that emitted the tokens after the first one; the last may count fewer than it committed."""
+    before = np.cumsum(committed) - committed
+    kept = np.clip(new_tokens - before, 0, committed)
+    return tuple(RoundStats(int(n), int(c)) for n, c in zip(nodes, kept, strict=True) if c)
+
+
+def _list_logprobs(tokens: list[int], logprobs: Logprobs | None, row: int) -> tuple[TokenLogprobs, ...] | None:
+    if logprobs is None:
+        return None
+    chosen, ids, top = (values[row].tolist() for values in logprobs)
+    return tuple(
+        TokenLogprobs(token, chosen[step], tuple(zip(ids[step], top[step], strict=True)))
+        for step, token in enumerate(tokens)
+    )
+
+
+def _finish_reason(token_ids: list[int], request: Request, *, stopped: bool) -> Literal["stop", "length"]:
+    return "stop" if stopped or token_ids[-1] in request.stop_ids else "length"

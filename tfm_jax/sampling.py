@@ -6,9 +6,9 @@ on there, otherwise x is emitted as it is. The tree decides how far one pass get
 At temperature 0, x is the argmax. Above it, x = argmax(logits / temperature + G), with standard Gumbel noise
 G(seed, position, token), is an exact draw from the softmax (Gumbel-max). The noise is a fixed field, so what is written
 depends on the seed alone, not on the tree. Nodes of the same depth share their noise; that is harmless because a walk
-visits one node per depth. `target_only` is the same rule driven by given uniforms.
+visits one node per depth. `tfm_jax.verifiers` has the same rule driven by coins, and other rules.
 
-All arithmetic is float32 (`target_only`: its input's dtype).
+All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tfm_jax.tree import DraftTree
@@ -40,6 +41,14 @@ class Cut(NamedTuple):
 
     count: Int[Array, " batch"]
     done: Bool[Array, " batch"]
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of emitted tokens, and of the likeliest tokens in their places, best first."""
+
+    chosen: Float[Array, "batch steps"]
+    top_ids: Int[Array, "batch steps top"]
+    top: Float[Array, "batch steps top"]
 
 
 def gumbel_noise(
@@ -128,43 +137,13 @@ def walk(tree: DraftTree, choices: Int[Array, "batch nodes"], *, max_depth: int)
     return AcceptedPath(path, count, tokens, bonus)
 
 
-def target_only(
-    tree: DraftTree,
-    probabilities: Float[Array, "batch nodes vocab"],
-    uniforms: Float[Array, "batch coins"],
-    *,
-    max_depth: int,
-) -> AcceptedPath:
-    """The `target_only` rule of trymirai/sglang (`tree_sampling.py`), driven by given uniforms in [0, 1).
-
-    At node n, coin n goes to the first child, in slot order, whose running sum of target probabilities exceeds it; if
-    none does, the walk ends and the last coin draws the bonus from the row with the children's tokens removed. Both
-    comparisons are strict, so a coin of 0 never picks a token of probability 0. If rounding leaves nothing beside the
-    children, the last child with positive probability is taken.
-
-    Args:
-        tree: the verified tree.
-        probabilities: the target's law after each node, any float dtype.
-        uniforms: one coin per node, then the bonus coin: coins = nodes + 1.
-        max_depth: depth of the tree, static.
-    """
-    nodes = tree.tokens.shape[1]
-    child = (tree.parents[:, None, :] == jnp.arange(nodes)[:, None]) & tree.valid[:, None, :]
-    mass = jnp.where(child, _columns(probabilities, tree.tokens), 0.0)
-    taken = child & (uniforms[:, :nodes, None] < jnp.cumsum(mass, axis=-1))
-    first_taken = jnp.argmax(taken, axis=-1)
-
-    is_child_token = jax.vmap(_mark_tokens, in_axes=(0, 0, None))(child, tree.tokens, probabilities.shape[-1])
-    cumulative = jnp.cumsum(jnp.where(is_child_token, 0.0, probabilities), axis=-1)
-    rest = cumulative[..., -1]
-    bonus = jnp.argmax(cumulative > uniforms[:, nodes, None, None] * rest[..., None], axis=-1)
-    last_positive = nodes - 1 - jnp.argmax((mass > 0)[..., ::-1], axis=-1)
-
-    moves = jnp.any(taken, axis=-1)
-    slot = jnp.where(moves, first_taken, last_positive)
-    must_move = (rest <= 0) & jnp.any(mass > 0, axis=-1)
-    choices = jnp.where(moves | must_move, jnp.take_along_axis(tree.tokens, slot, axis=1), bonus)
-    return walk(tree, choices.astype(jnp.int32), max_depth=max_depth)
+def token_logprobs(
+    log_laws: Float[Array, "batch steps vocab"], tokens: Int[Array, "batch steps"], top: int
+) -> Logprobs:
+    """Log-probabilities of given tokens and of the `top` likeliest; the lower id comes first among equals."""
+    best, ids = lax.top_k(log_laws, top)
+    chosen = jnp.take_along_axis(log_laws, tokens[..., None], axis=-1)[..., 0]
+    return Logprobs(chosen, ids.astype(jnp.int32), best)
 
 
 def cut_at_stop(
@@ -187,17 +166,3 @@ def cut_at_stop(
     stopped = jnp.any(stops, axis=1)
     count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, count)
     return Cut(count, stopped | (count >= remaining))
-
-
-def _columns(
-    probabilities: Float[Array, "batch nodes vocab"], tokens: Int[Array, "batch nodes"]
-) -> Float[Array, "batch nodes nodes"]:
-    """Entry (n, c): probability of node c's token after node n."""
-    return jax.vmap(lambda rows, columns: rows[:, columns])(probabilities, tokens)
-
-
-def _mark_tokens(
-    child: Bool[Array, "nodes nodes"], tokens: Int[Array, " nodes"], vocab: int
-) -> Bool[Array, "nodes vocab"]:
-    """Row n is true at the tokens of n's children."""
-    return jnp.zeros((child.shape[0], vocab), bool).at[:, tokens].max(child)

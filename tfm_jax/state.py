@@ -80,6 +80,31 @@ class TargetState:
 
 
 @pytree_dataclass
+class Filters:
+    """What of the target's law may be drawn, one value a row; None where no row of the batch asks for a filter.
+
+    `joint` says that top-p looks at the whole law and comes before top-k, instead of at what top-k left.
+    """
+
+    bias: Float[Array, "batch vocab"] | None = None  # added to the logits; −inf bans a token
+    top_k: Int[Array, " batch"] | None = None  # 0: off
+    top_p: Float[Array, " batch"] | None = None  # 1: off
+    min_p: Float[Array, " batch"] | None = None  # 0: off
+    joint: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@pytree_dataclass
+class Penalties:
+    """What the text so far costs a token, one value a row, and that text: see `filters.penalise`."""
+
+    repetition: Float[Array, " batch"]  # 1: off
+    frequency: Float[Array, " batch"]  # 0: off
+    presence: Float[Array, " batch"]  # 0: off
+    prompted: Bool[Array, "batch vocab"]  # tokens of the prompt
+    counts: Int[Array, "batch vocab"]  # committed new tokens
+
+
+@pytree_dataclass
 class DecodeState:
     """Everything a decode round reads and writes.
 
@@ -97,6 +122,8 @@ class DecodeState:
     temperature: Float[Array, " batch"]
     seed: Int[Array, " batch"]
     stop_ids: Int[Array, " stops"]
+    filters: Filters
+    penalties: Penalties | None
     plan: DecodePlan = dataclasses.field(metadata={"static": True})
 
 

@@ -73,6 +73,48 @@ class TextStream:
         return self._tokenizer.decode(self._token_ids)[self._length :]
 
 
+class StopText:
+    """Text of ids as they come, up to the first stop text, wherever in a piece it begins or ends.
+
+    A text ends with the token that completes a stop text. Text that may be the beginning of one is held back until it
+    is clear what follows.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._stream = tokenizer.stream()
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def feed(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        """How many of these ids belong to the text, and what may be shown now; nothing after a stop."""
+        shown = ""
+        for index, token_id in enumerate(token_ids):
+            if self.stopped:
+                return index, shown
+            self._held += self._stream.feed([token_id])
+            starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+            self.stopped = bool(starts)
+            clear = min(starts) if starts else len(self._held) - self._undecided()
+            shown += self._held[:clear]
+            self._held = "" if starts else self._held[clear:]
+        return len(token_ids), shown
+
+    def finish(self) -> str:
+        """What was held back, where no stop text came."""
+        return "" if self.stopped else self._held + self._stream.finish()
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the held text that begins a stop text."""
+        lengths = (
+            size
+            for stop in self._stops
+            for size in range(min(len(stop) - 1, len(self._held)), 0, -1)
+            if self._held.endswith(stop[:size])
+        )
+        return max(lengths, default=0)
+
+
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     """Check ids that a user gave.
 
