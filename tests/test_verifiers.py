@@ -38,7 +38,7 @@ from tfm_jax.tree import DraftTree
 from tfm_jax.verifiers import Noise, Verdict, chain_rejection, target_only, traversal, verification_noise
 
 NODES, VOCAB = 7, 8  # up to 6 draft nodes beside the root; wide enough for 6 siblings
-BATCH = 512  # rows of a call: one compilation for all shapes
+SMALL_BATCH, BATCH = 64, 512  # rows of a call: two compilations for all shapes
 Rule = Callable[[DraftTree, jax.Array, Noise], Verdict]
 
 
@@ -58,6 +58,7 @@ def compiled(rule: Rule, depth: int) -> Callable:
 def run_rule(rule: Rule, case: Case, draws: Draws, keys: np.ndarray | None = None) -> np.ndarray:
     """`emitted_masses` of a rule in float64: a batch row per combination of random numbers, padded to full batches."""
     small, nodes = case.small, len(case.small.tokens)
+    batch = SMALL_BATCH if len(draws.values) <= SMALL_BATCH else BATCH
     pad = NODES - nodes
     tokens, parents, valid, scores = (
         np.pad(values, (0, pad), constant_values=fill)
@@ -68,16 +69,16 @@ def run_rule(rule: Rule, case: Case, draws: Draws, keys: np.ndarray | None = Non
     keys = np.zeros_like(coins) if keys is None else np.pad(keys, ((0, 0), (0, pad)))
     masses = np.zeros((NODES, VOCAB))
     with jax.enable_x64(True):  # noqa: FBT003 - jax has no keyword for it
-        tree = draft_tree(tokens, parents, valid, BATCH, scores)
-        batch_rows = jnp.broadcast_to(rows, (BATCH, *rows.shape))
-        for begin in range(0, len(coins), BATCH):
-            part = np.arange(begin, begin + BATCH) % len(coins)
+        tree = draft_tree(tokens, parents, valid, batch, scores)
+        batch_rows = jnp.broadcast_to(rows, (batch, *rows.shape))
+        for begin in range(0, len(coins), batch):
+            part = np.arange(begin, begin + batch) % len(coins)
             verdict = compiled(rule, NODES - 1)(
                 tree, batch_rows, Noise(jnp.asarray(keys[part]), jnp.asarray(coins[part]))
             )
             path, count, rest = map(np.asarray, verdict)
             leaf = np.take_along_axis(path, count[:, None] - 1, axis=1)[:, 0]
-            weights = np.where(begin + np.arange(BATCH) < len(coins), draws.weights[part], 0)
+            weights = np.where(begin + np.arange(batch) < len(coins), draws.weights[part], 0)
             np.add.at(masses, leaf, weights[:, None] * rest / rest.sum(axis=1, keepdims=True))
     return masses[:nodes, : small.vocab]
 
@@ -160,10 +161,9 @@ def test_gumbel_form_keeps_every_law_on_every_shape(filters: FilterCase) -> None
         small, pad = case.small, NODES - len(case.small.tokens)
         for fill in (0, VOCAB - 1):
             draws = choice_paths(small, fill)
-            size = 64  # of 7 x 8 ways at most
-            index = np.arange(size) % len(draws.weights)
+            index = np.arange(SMALL_BATCH) % len(draws.weights)
             valid = np.arange(NODES) < len(small.tokens)
-            tree = draft_tree(np.pad(small.tokens, (0, pad)), np.pad(small.parents, (0, pad)), valid, size)
+            tree = draft_tree(np.pad(small.tokens, (0, pad)), np.pad(small.parents, (0, pad)), valid, SMALL_BATCH)
             accepted = compiled(walk, NODES - 1)(
                 tree, jnp.asarray(np.pad(draws.values[index], ((0, 0), (0, pad))), jnp.int32)
             )
@@ -340,7 +340,7 @@ def test_scores_of_a_chain_that_was_not_drawn_are_no_law() -> None:
     row, q = np.array([0.2, 0.3, 0.5]), np.array([0.1, 0.7, 0.2])
     small = make_small_tree(np.array([0, 1]), np.array([-1, 0]), np.array([row, [1 / 3] * 3]))
     case = Case(small, np.zeros(2), small.node_rows)
-    drafted = jnp.zeros((BATCH, NODES, VOCAB)).at[:, 0, :3].set(q)
+    drafted = jnp.zeros((SMALL_BATCH, NODES, VOCAB)).at[:, 0, :3].set(q)
     threshold = row[1] / q[1]
     draws = Draws(np.array([[threshold / 2, 0], [(1 + threshold) / 2, 0]]), np.array([threshold, 1 - threshold]))
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
@@ -490,11 +490,11 @@ def test_order_of_siblings_is_plackett_luce() -> None:
     tree = draft_tree(np.array([0, 0, 1, 2]), np.array([-1, 0, 0, 0]), scores=scores)
     rows = jnp.full((1, 4, 4), 0.25)
     noise = Noise(jnp.asarray(gumbel[None], jnp.float32), jnp.zeros((1, 4)))
-    assert traversal(tree, rows, noise, max_depth=1).path[0].tolist() == [0, 2]
+    assert compiled(traversal, 1)(tree, rows, noise).path[0].tolist() == [0, 2]
     rows = rows.at[0, 0].set(jnp.array([0.65, 0, 0.35, 0]))  # both others keep a residual: p - q = .05 and .25
-    assert traversal(tree, rows, noise, max_depth=1).path[0].tolist() == [0, 1]
+    assert compiled(traversal, 1)(tree, rows, noise).path[0].tolist() == [0, 1]
     rows = rows.at[0, 0].set(jnp.array([0, 0, 0.5, 0.5]))
-    assert traversal(tree, rows, noise, max_depth=1).path[0].tolist() == [0, 3]
+    assert compiled(traversal, 1)(tree, rows, noise).path[0].tolist() == [0, 3]
 
 
 def test_noise_of_a_round_depends_on_its_seed_and_place_only() -> None:
