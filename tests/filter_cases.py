@@ -42,10 +42,9 @@ class FilterCase:
 CASES = (
     FilterCase("plain"),
     FilterCase("greedy", temperature=0.0, top_k=3),
-    FilterCase("cold", temperature=0.6),
     FilterCase("top_k", top_k=3),
     FilterCase("top_p", top_p=0.7, temperature=1.3),
-    FilterCase("min_p", min_p=0.15),
+    FilterCase("min_p", min_p=0.15, temperature=0.8),
     FilterCase("sequential", temperature=1.4, top_k=4, top_p=0.8, min_p=0.1),
     FilterCase("joint", temperature=1.4, top_k=4, top_p=0.8, min_p=0.1, joint=True),
     FilterCase("biased", top_p=0.9, bias=((0, 1.5), (1, -np.inf))),
