@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from filter_cases import CASES, FilterCase
 from scipy.stats import chi2
-from tiny_model import LENGTH, VOCAB, draw, exact_law, optimised, write
+from tiny_model import BATCH, LENGTH, VOCAB, draw, draw_batch, exact_law, optimised, write
 
 import tfm_jax.decode
 from tfm_jax.config import Method, Verifier
@@ -25,6 +25,7 @@ from tfm_jax.verifiers import accept
 
 SAMPLED = tuple(case for case in CASES if case.temperature > 0 and not case.joint)
 ONE_BY_ONE = tuple(case for case in SAMPLED if case.name != "sequential")
+GREEDY = next(case for case in CASES if case.temperature == 0)
 JOINT = tuple(case for case in CASES if case.joint)
 RULES: tuple[tuple[Method, Verifier], ...] = (
     ("tfm", "target_only"),
@@ -87,6 +88,20 @@ def test_same_seeds_write_the_same_texts(method: Method) -> None:
     ours, plain = (texts(name, "target_only", ONE_BY_ONE, DRAWS) for name in (method, "ar"))
     for case in ONE_BY_ONE:
         np.testing.assert_array_equal(ours[case], plain[case])
+
+
+@pytest.mark.parametrize(("method", "verifier"), RULES)
+def test_a_text_depends_neither_on_its_row_nor_on_its_neighbours(method: Method, verifier: Verifier) -> None:
+    """Nor does temperature 0 draw anything, whatever the verifier."""
+    cases = (*ONE_BY_ONE, GREEDY)
+    of_row, seeds = np.arange(BATCH) % len(cases), np.arange(BATCH)
+    order = np.random.default_rng(0).permutation(BATCH)
+    text = draw_batch(method, verifier, cases, of_row, seeds)
+    np.testing.assert_array_equal(draw_batch(method, verifier, cases, of_row[order], seeds[order]), text[order])
+    alone = draw_batch(method, verifier, cases, np.zeros(BATCH, int), seeds)
+    np.testing.assert_array_equal(alone[of_row == 0], text[of_row == 0])
+    likeliest = np.unravel_index(exact_law(GREEDY).argmax(), exact_law(GREEDY).shape)
+    np.testing.assert_array_equal(text[of_row == len(cases) - 1], [likeliest] * (of_row == len(cases) - 1).sum())
 
 
 def raw_bonus(

@@ -41,6 +41,8 @@ _DRAFTER = dataclasses.replace(
     vocab_size=VOCAB,
     hidden_size=16,
     intermediate_size=16,
+    layer_causal=(False,),
+    layer_windows=(0,),
     head_dim=8,
     target_layers=(0, 1),
     max_positions=64,
@@ -84,36 +86,45 @@ def _logits(step: int) -> np.ndarray:
     return np.asarray(target.logits(hidden), np.float64)
 
 
-def write(params: Params, state: DecodeState) -> jax.Array:
-    """The rest of the text, from the prompt on: [batch, 3]."""
-    state = emit_first(params, state)
-    _, transcript = run_rounds(params, state, start_transcript(state, LENGTH), jnp.asarray(LENGTH))
-    return transcript.tokens
-
-
 def optimised(function: Callable) -> Callable:
     """Unlike in the rest of the suite, here running takes the time, not compiling."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 1})
 
 
-_write = optimised(write)
+def write(params: Params, state: DecodeState) -> jax.Array:
+    """The whole text of every row, after `emit_first`: [batch, 3]."""
+    return run_rounds(params, state, start_transcript(state, LENGTH), jnp.asarray(LENGTH))[1].tokens
+
+
+_first, _write = optimised(emit_first), optimised(write)
 
 
 def draw(
     method: Method, verifier: Verifier, cases: Sequence[FilterCase], draws: int, jitted_write: Callable = _write
 ) -> dict[FilterCase, np.ndarray]:
     """`draws` texts of three tokens for every case, [draws, 3] each; the cases share the batches of 1,024."""
-    plan = DecodePlan(MODELS, method, BUDGET, sample=True, verifier=verifier)
-    own = np.arange(BATCH) % len(cases)
-    temperature, filters = _mixed(cases, own)
-    state = dataclasses.replace(_prefilled(method == "ar"), plan=plan, temperature=temperature, filters=filters)
+    of_row = np.arange(BATCH) % len(cases)
     batches = -(-draws // (BATCH // len(cases)))
-    texts = []
-    for number in range(batches):
-        seeds = number * BATCH + jnp.arange(BATCH, dtype=jnp.int32)
-        texts.append(np.asarray(jitted_write(params(), dataclasses.replace(state, seed=seeds))))
-    tokens, of_case = np.concatenate(texts), np.tile(own, batches)
-    return {case: tokens[of_case == index][:draws] for index, case in enumerate(cases)}
+    seeds = np.arange(batches * BATCH).reshape(batches, BATCH)
+    texts = [draw_batch(method, verifier, cases, of_row, some, jitted_write) for some in seeds]
+    tokens, of_text = np.concatenate(texts), np.tile(of_row, batches)
+    return {case: tokens[of_text == index][:draws] for index, case in enumerate(cases)}
+
+
+def draw_batch(
+    method: Method,
+    verifier: Verifier,
+    cases: Sequence[FilterCase],
+    of_row: np.ndarray,
+    seeds: np.ndarray,
+    jitted_write: Callable = _write,
+) -> np.ndarray:
+    """One batch: row i has the filters of case `of_row[i]` and its own seed."""
+    plan = DecodePlan(MODELS, method, BUDGET, sample=True, verifier=verifier)
+    temperature, filters = _mixed(cases, of_row)
+    asked = {"temperature": temperature, "filters": filters, "seed": jnp.asarray(seeds, jnp.int32)}
+    state = _first(params(), dataclasses.replace(_prefilled(method == "ar"), **asked))
+    return np.asarray(jitted_write(params(), dataclasses.replace(state, plan=plan)))
 
 
 @functools.cache
@@ -132,10 +143,10 @@ def _prefilled(plain: bool) -> DecodeState:  # noqa: FBT001
     return jax.jit(prefill_piece)(params(), state, tokens, jnp.ones(tokens.shape, bool))
 
 
-def _mixed(cases: Sequence[FilterCase], own: np.ndarray) -> tuple[jax.Array, Filters]:
-    """Temperature and filters of a batch whose row i has the case `own[i]`."""
+def _mixed(cases: Sequence[FilterCase], of_row: np.ndarray) -> tuple[jax.Array, Filters]:
+    """Temperature and filters of a batch whose row i has the case `of_row[i]`."""
     column = {
-        name: jnp.asarray(np.array([getattr(case, name) for case in cases])[own], dtype)
+        name: jnp.asarray(np.array([getattr(case, name) for case in cases])[of_row], dtype)
         for name, dtype in (("temperature", "float32"), ("top_k", "int32"), ("top_p", "float32"), ("min_p", "float32"))
     }
     bias = np.zeros((len(cases), VOCAB), np.float32)
@@ -144,4 +155,4 @@ def _mixed(cases: Sequence[FilterCase], own: np.ndarray) -> tuple[jax.Array, Fil
             bias[row, token] = value
     (joint,) = {case.joint for case in cases}
     temperature = column.pop("temperature")
-    return temperature, Filters(bias=jnp.asarray(bias[own]), joint=joint, **column)
+    return temperature, Filters(bias=jnp.asarray(bias[of_row]), joint=joint, **column)
