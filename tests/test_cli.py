@@ -14,11 +14,14 @@ import pytest
 from conftest import GOLDENS
 from test_text import TOKENIZER
 
+import tfm_jax
 from tfm_jax.cli import main
 
 FIELDS = {
     *("prompt_token_ids", "token_ids", "text", "finish_reason", "rounds", "acceptance_length", "accepted_by_depth"),
     *("tokens_per_second", "prefill_seconds", "warmup_seconds", "peak_memory_bytes", "method", "budget", "seed"),
+    *("temperature", "top_k", "top_p", "min_p", "filter_order", "logit_bias", "verifier", "stop", "logprobs"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 }
 NEW_TOKENS = 48
 SMALL = ("--budget", "7", "--max-new-tokens", "24")
@@ -119,6 +122,34 @@ def test_text_streams_then_figures(capsys: pytest.CaptureFixture[str], worded_ch
     assert figures.count("\n") == 1
 
 
+def test_sampling_options_reach_the_engine_and_the_json(
+    capsys: pytest.CaptureFixture[str], worded_checkpoint: Path
+) -> None:
+    """Options given twice, to the command and to the engine, write the same text; JSON says what was asked."""
+    options = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--filter-order", "joint")
+    more = ("--logit-bias", "65:-inf 66:1.5", "--frequency-penalty", "0.1", "--seed", "5", "--stop", "Q", "zz")
+    arguments = ("--model", worded_checkpoint, "--prompt", "ab", "--method", "chain", "--budget", "7")
+    arguments = (*arguments, "--max-new-tokens", "24", *options, *more)
+    (result,) = generate(capsys, *arguments, "--logprobs", "2")
+    engine = tfm_jax.load(worded_checkpoint, "float32")
+    (direct,) = engine.generate(
+        [TOKENIZER.encode("ab")], method="chain", budget=7, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95,
+        min_p=0.01, filter_order="joint", logit_bias={65: -np.inf, 66: 1.5}, frequency_penalty=0.1, seed=5,
+        stop=["Q", "zz"], logprobs=2,
+    )  # fmt: skip
+    assert (result["token_ids"], result["text"]) == (direct.token_ids, direct.text)
+    assert result["text"] == TOKENIZER.decode(result["token_ids"]).partition("Q")[0].partition("zz")[0]
+    assert [entry["token_id"] for entry in result["logprobs"]] == result["token_ids"]
+    for entry, ours in zip(result["logprobs"], direct.logprobs, strict=True):
+        assert entry["logprob"] == ours.logprob
+        assert [(top["token_id"], top["logprob"]) for top in entry["top"]] == list(ours.top)
+    asked = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "filter_order": "joint", "seed": 5}
+    asked |= {"logit_bias": "65:-inf 66:1.5", "frequency_penalty": 0.1, "stop": ["Q", "zz"], "verifier": "target_only"}
+    assert asked.items() <= result.items()
+    assert main(["generate", *map(str, arguments)]) == 0
+    assert capsys.readouterr().out.startswith(result["text"] + "\n")
+
+
 def test_trace_replays_the_text(
     capsys: pytest.CaptureFixture[str], loop_checkpoint: Path, golden: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
@@ -166,6 +197,13 @@ CONVERTED = ["--model", "OUT"]  # OUT: the fixture's path
         ([*CONVERTED, "--token-ids", "1", "--temperature", "-1"], "temperature is -1"),
         ([*CONVERTED, "--token-ids", "1", "--temperature", "nan"], "temperature is nan"),
         ([*CONVERTED, "--token-ids", "1", "--seed", "-1"], "seed is -1"),
+        ([*CONVERTED, "--token-ids", "1", "--top-p", "0"], "top_p is 0"),
+        ([*CONVERTED, "--token-ids", "1", "--top-k", "-3"], "top_k is -3"),
+        ([*CONVERTED, "--token-ids", "1", "--logit-bias", "7=2"], "--logit-bias is '7=2'"),
+        ([*CONVERTED, "--token-ids", "1", "--logit-bias", "512:2"], "token 512"),
+        ([*CONVERTED, "--token-ids", "1", "--verifier", "rejection"], "verifier rejection needs a chain"),
+        ([*CONVERTED, "--token-ids", "1", "--logprobs", "21"], "logprobs is 21"),
+        ([*CONVERTED, "--token-ids", "1", "--stop", "x"], "need a tokenizer"),
         ([*CONVERTED, "--token-ids", "1", "--context", "9"], "context is 9"),
         ([*CONVERTED, "--token-ids", "1", "--context", "1000000000"], "context is 1000000000"),
         ([*CONVERTED, "--token-ids", "1", "--trace", "missing/trace.jsonl"], "--trace missing/trace.jsonl"),
