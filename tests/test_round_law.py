@@ -74,6 +74,7 @@ def test_the_round_has_the_exact_law(method: Method, verifier: Verifier) -> None
     check(texts(method, verifier, ONE_BY_ONE, DRAWS), DRAWS)
 
 
+@pytest.mark.slow  # both: whichever of the two `-m` leaves out, this stays out
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("method", "verifier"), [*RULES, ("ddtree", "traversal"), ("chain", "traversal")])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tfm_jax.engine import Round as Round
     from tfm_jax.engine import RoundStats as RoundStats
     from tfm_jax.engine import RoundTrace as RoundTrace
+    from tfm_jax.engine import TokenLogprobs as TokenLogprobs
     from tfm_jax.engine import load as load
     from tfm_jax.engine import load_demo as load_demo
     from tfm_jax.errors import TfmError as TfmError
@@ -36,7 +37,7 @@ __version__ = "0.1.0"
 _HOME = {
     "config": ("DecodePlan", "DrafterConfig", "Models", "TargetConfig", "WeaverConfig"),
     "decode": ("RoundOutput", "propose", "speculative_round", "verify_and_commit"),
-    "engine": ("Engine", "Generation", "Round", "RoundStats", "RoundTrace", "load", "load_demo"),
+    "engine": ("Engine", "Generation", "Round", "RoundStats", "RoundTrace", "TokenLogprobs", "load", "load_demo"),
     "errors": ("TfmError",),
     "state": ("DecodeState",),
 }

@@ -12,8 +12,8 @@ and renormalised at the end. Tokens are ranked by their logit, the lower id firs
 exactly what its name says even where logits tie. Top-p keeps a token iff the mass ranked before it is below `top_p`.
 The best token always stays: temperature 0 is greedy whatever the filters.
 
-Every function is pure and works in the dtype of its logits, float32 at least. No row is sorted: a rank's boundary is
-found bit by bit, in 32 masked sums of the row, which is exact and takes a fraction of a sort's time.
+Every function is pure and works in the dtype of its logits, float32 at least. No row is sorted: the boundary of a rank
+is found exactly, bit by bit, by as many masked sums of the row as its dtype has bits.
 """
 
 from __future__ import annotations
