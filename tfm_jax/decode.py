@@ -232,9 +232,7 @@ def verify_and_commit(
         feature=jnp.where(alive[:, None], take_nodes(verified.hidden, leaf)[:, 0], state.feature),
         emitted=state.emitted + count,
         done=state.done | cut.done,
-        penalties=None
-        if state.penalties is None
-        else count_tokens(state.penalties, take_nodes(tree.tokens, path), count),
+        penalties=count_tokens(state.penalties, take_nodes(tree.tokens, path), count),
     )
     logprobs = None
     if plan.logprobs is not None:
