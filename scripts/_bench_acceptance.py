@@ -31,7 +31,7 @@ import numpy as np
 from _bench_report import plot_depths, plot_methods, show_acceptance
 from jaxtyping import Float
 
-from tfm_jax.config import Method
+from tfm_jax.config import DraftNoise, Method, TreeKind
 from tfm_jax.data import hash_files
 from tfm_jax.decode import emit_first, run_rounds, start_transcript
 from tfm_jax.engine import Engine, load, load_demo
@@ -55,6 +55,7 @@ class Setting(NamedTuple):
     method: Method
     temperature: float
     budget: int
+    draft_noise: DraftNoise = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,8 @@ class Acceptance:
         batch: prompts at once in the pass that measures acceptance.
         timed_prompts: prompts of each set in the pass that measures tokens a second; 0 leaves it out.
         seed: of the noise (plus the prompt's number) and of the bootstrap.
+        tree: as for `tfm generate`.
+        draft_noise: as for `tfm generate`: `shared`, `none` or both, which are then compared.
         dtype: compute dtype; by default float32 on a CPU and bfloat16 on a GPU.
     """
 
@@ -114,6 +117,8 @@ class Acceptance:
     batch: int = 32
     timed_prompts: int = 8
     seed: int = 0
+    tree: TreeKind = "pruned"
+    draft_noise: tuple[DraftNoise, ...] = ("shared",)
     dtype: Literal["float32", "bfloat16"] | None = None
 
     def measure(self) -> dict[str, Any]:
@@ -122,7 +127,7 @@ class Acceptance:
         Raises:
             TfmError: an option or a file is unusable, or the model cannot run a method.
         """
-        settings = list_settings(self.methods, self.temperatures, self.budgets)
+        settings = list_settings(self.methods, self.temperatures, self.budgets, self.draft_noise)
         if not settings or self.batch < 1 or self.timed_prompts < 0:
             message = (
                 f"{len(settings)} settings, batch {self.batch} and {self.timed_prompts} timed prompts cannot be "
@@ -137,7 +142,9 @@ class Acceptance:
         prompts = list(itertools.chain.from_iterable(sets.values()))
         runs = {}
         for setting in settings:
-            runs[setting] = self._run(engine, prompts, setting)
+            runs[setting] = decode_prompts(
+                engine, prompts, self._options(prompts, setting), batch=self.batch, seed=self.seed
+            )
             print(f"{_label(setting)}: done", file=sys.stderr, flush=True)
         groups = group_prompts(sets)
         mismatches = find_mismatches(engine, prompts, runs) if engine.dtype == jnp.float32 else []
@@ -179,22 +186,9 @@ class Acceptance:
             "max_new_tokens": self.max_new_tokens,
             "context": max(map(len, prompts)) + self.max_new_tokens,
             "seed": self.seed,
+            "tree": self.tree,
+            "draft_noise": setting.draft_noise,
         }
-
-    def _run(self, engine: Engine, prompts: list[list[int]], setting: Setting) -> Run:
-        """All prompts in batches, each with its own noise."""
-        tokens, committed = [], []
-        for start in range(0, len(prompts), self.batch):
-            batch = prompts[start : start + self.batch]
-            seeds = self.seed + start + jnp.arange(len(batch), dtype=jnp.int32)
-            state = engine.prefill(batch, **self._options(prompts, setting))
-            state = _first(engine.params, dataclasses.replace(state, seed=seeds))
-            transcript, most = start_transcript(state, self.max_new_tokens), jnp.asarray(self.max_new_tokens, jnp.int32)
-            state, transcript = _rounds(engine.params, state, transcript, most)
-            emitted, new, counts = map(np.asarray, (state.emitted, transcript.tokens, transcript.committed))
-            tokens += [row[:end].tolist() for row, end in zip(new, emitted, strict=True)]
-            committed += [row[row > 0].tolist() for row in counts]
-        return Run(tokens, committed)
 
     def _time(self, engine: Engine, prompts: list[list[int]], groups: Groups, setting: Setting) -> dict[int, Timing]:
         """Timings of the first prompts of each set by their numbers, after one that warms up."""
@@ -240,16 +234,45 @@ _first = jax.jit(emit_first, donate_argnums=1)
 _rounds = jax.jit(run_rounds, donate_argnums=(1, 2))
 
 
+def decode_prompts(
+    engine: Engine, prompts: Sequence[list[int]], options: dict[str, Any], *, batch: int, seed: int
+) -> Run:
+    """All prompts in batches, each with its own noise.
+
+    Args:
+        engine: the models.
+        prompts: token ids.
+        options: of `Engine.prefill`, with `max_new_tokens`.
+        batch: prompts at once.
+        seed: prompt i has the noise seed + i.
+    """
+    tokens, committed = [], []
+    for start in range(0, len(prompts), batch):
+        some = prompts[start : start + batch]
+        seeds = seed + start + jnp.arange(len(some), dtype=jnp.int32)
+        state = _first(engine.params, dataclasses.replace(engine.prefill(some, **options), seed=seeds))
+        most = options["max_new_tokens"]
+        state, transcript = _rounds(engine.params, state, start_transcript(state, most), jnp.asarray(most, jnp.int32))
+        emitted, new, counts = map(np.asarray, (state.emitted, transcript.tokens, transcript.committed))
+        tokens += [row[:end].tolist() for row, end in zip(new, emitted, strict=True)]
+        committed += [row[row > 0].tolist() for row in counts]
+    return Run(tokens, committed)
+
+
 def list_settings(
-    methods: Iterable[Method], temperatures: Iterable[float], budgets: Sequence[int]
+    methods: Iterable[Method],
+    temperatures: Iterable[float],
+    budgets: Sequence[int],
+    draft_noises: Sequence[DraftNoise],
 ) -> tuple[Setting, ...]:
-    """Every combination once, `ar` first and with one budget only."""
+    """Every combination once, `ar` first and with one budget only; noise is shared where there is any to share."""
     ordered = sorted(methods, key=lambda method: method != "ar")
     combinations = (
-        Setting(method, temperature, budget)
+        Setting(method, temperature, budget, noise)
         for temperature in temperatures
         for method in ordered
         for budget in ((0,) if method == "ar" else budgets)
+        for noise in (draft_noises if temperature and method != "ar" else ("none",))
     )
     return tuple(dict.fromkeys(combinations))
 
@@ -398,11 +421,19 @@ def make_figures(
 
 
 def compare_methods(runs: dict[Setting, Run], groups: Groups, seed: int) -> list[dict[str, Any]]:
-    """Gain of `tfm` over the other ways to draft with the same budget: means of differences prompt by prompt."""
+    """Paired gains, as means of differences prompt by prompt, budget and temperature being equal.
+
+    Of `tfm` over the other ways to draft, and of every method that shares the target's noise over itself without.
+    """
+    pairs = [
+        (setting, setting._replace(method=against), against)
+        for setting, against in itertools.product(runs, BASELINES)
+        if setting.method == "tfm"
+    ]
+    pairs += [(setting, setting._replace(draft_noise="none"), "no noise") for setting in runs]
     comparisons = []
-    for setting, against in itertools.product(runs, BASELINES):
-        baseline = setting._replace(method=against)
-        if setting.method != "tfm" or baseline not in runs:
+    for setting, baseline, against in pairs:
+        if baseline == setting or baseline not in runs:
             continue
         gains = runs[setting].acceptance - runs[baseline].acceptance
         for name, members in groups.items():
@@ -449,7 +480,8 @@ def _reference(runs: dict[Setting, Run], temperature: float) -> Run:
 
 
 def _label(setting: Setting) -> str:
-    return f"{setting.method}, temperature {setting.temperature:g}, budget {setting.budget}"
+    shared = ", shared noise" if setting.draft_noise == "shared" else ""
+    return f"{setting.method}, temperature {setting.temperature:g}, budget {setting.budget}{shared}"
 
 
 def _known(values: Float[np.ndarray, " prompts"]) -> Float[np.ndarray, " known"]:

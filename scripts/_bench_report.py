@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
 type Rows = Sequence[dict[str, Any]]
 
+_TREE_FIGURES = (("acceptance_length", ""), ("difference", "+"))
+
 
 def show_acceptance(report: dict[str, Any]) -> None:
     """Prints acceptance and speed by setting and set, the gains of `tfm`, and how much the texts repeat."""
     console = Console(highlight=False, markup=False)
-    rows = _table("method", "T", "budget", "set", "prompts", "tokens/round", "tokens/s", "equal")
+    rows = _table("method", "T", "budget", "noise", "set", "prompts", "tokens/round", "tokens/s", "equal")
     for row in report["rows"]:
         length, speed = _estimate(row["acceptance_length"], row["ci95"], ""), row["tokens_per_second"]
         shown = "" if speed is None else f"{speed:.1f}"
         rows.add_row(row["method"], *_key(row), str(row["prompts"]), length, shown, f"{row['tokens_equal']:.0%}")
     console.print(rows)
-    comparisons = _table("difference", "T", "budget", "set", "tokens/round")
+    comparisons = _table("difference", "T", "budget", "noise", "set", "tokens/round")
     for item in report["comparisons"]:
         pair = f"{item['method']} - {item['against']}"
         comparisons.add_row(pair, *_key(item), _estimate(item["difference"], item["ci95"], "+"))
@@ -80,6 +82,48 @@ def plot_depths(rows: Rows, path: Path) -> None:
     _save(figure, path)
 
 
+def show_trees(report: dict[str, Any]) -> None:
+    """Prints tokens a round by schedule, and what the choice of budgets gains."""
+    console = Console(highlight=False, markup=False)
+    rows = _table("schedule", "T", "budget", "set", "steps", "expanded", "tokens/round", "against the first")
+    for row in report["rows"]:
+        length, gain = (_estimate(row[name], row[f"{name}_ci95"], sign) for name, sign in _TREE_FIGURES)
+        counts = (str(row["steps"]), str(row["expanded"]))
+        rows.add_row(row["schedule"], f"{row['temperature']:g}", str(row["budget"]), row["set"], *counts, length, gain)
+    console.print(rows)
+
+
+def show_budgets(report: dict[str, Any]) -> None:
+    """Prints tokens per modelled second by budget, and the gain of choosing."""
+    console = Console(highlight=False, markup=False)
+    budgets = list(report["rows"][0]["fixed"])
+    rows = _table("set", "prompts", *budgets, "chosen", "gain over the best", "interval")
+    for row in report["rows"]:
+        rates = [f"{rate:.1f}" for rate in (*row["fixed"].values(), row["chosen"])]
+        low, high = row["ci95"]
+        rows.add_row(row["set"], str(row["prompts"]), *rates, f"{row['gain']:+.2%}", f"[{low:+.2%}, {high:+.2%}]")
+    console.print(rows)
+
+
+def plot_pareto(rows: Rows, path: Path) -> None:
+    """Tokens a round of the last set against dependent steps and against nodes that the Weaver expands."""
+    from matplotlib import pyplot as plt
+
+    temperatures, last = _values(rows, "temperature"), _values(rows, "set")[-1]
+    figure, axes = plt.subplots(len(temperatures), 2, figsize=(9, 3.4 * len(temperatures)), squeeze=False)
+    for line, temperature in zip(axes, temperatures, strict=True):
+        for axis, (name, label) in zip(
+            line, (("steps", "dependent steps"), ("expanded", "nodes expanded")), strict=True
+        ):
+            for row in rows:
+                if (row["set"], row["temperature"]) == (last, temperature):
+                    axis.plot(row[name], row["acceptance_length"], marker="o")
+                    axis.annotate(row["schedule"], (row[name], row["acceptance_length"]), fontsize=6)
+            axis.set(title=f"{last}, temperature {temperature:g}", xlabel=label, ylabel="tokens a round")
+            axis.set_xscale("log", base=2)
+    _save(figure, path)
+
+
 def _save(figure: Figure, path: Path) -> None:
     from matplotlib import pyplot as plt
 
@@ -95,12 +139,15 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return f"{row['temperature']:g}", str(row["budget"]), row["set"]
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return f"{row['temperature']:g}", str(row["budget"]), row["draft_noise"], row["set"]
 
 
 def _label(row: dict[str, Any]) -> str:
-    return f"{row['method']} {row['budget']}" if row["budget"] else row["method"]
+    """Method, budget, and a star for shared noise."""
+    return (
+        f"{row['method']} {row['budget']}{'*' * (row['draft_noise'] == 'shared')}" if row["budget"] else row["method"]
+    )
 
 
 def _values(rows: Rows, name: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The command line: `tfm generate` and `tfm --version`.
+"""The command line: `tfm generate`, `tfm calibrate` and `tfm --version`.
 
 Whatever loads jax is imported inside functions, so that `--help` and mistyped options answer at once.
 """
@@ -7,90 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from tfm_jax import runtime
-from tfm_jax.config import FilterOrder, Method, Verifier
+from tfm_jax.cli_options import Calibrate, Generate, Prompt, parse_arguments, parse_logit_bias, read_prompts
+from tfm_jax.config import Method
 from tfm_jax.errors import TfmError, require
 
 if TYPE_CHECKING:
     from tfm_jax.engine import Engine, Generation, Round, TokenLogprobs
 
-type Prompt = str | list[int]
-
 _BAD_INPUT, _INTERRUPTED = 2, 130
-_Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT")]
-_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
-
-
-@dataclasses.dataclass(frozen=True)
-class Generate:
-    """Continue a prompt: the text that plain decoding gives, in fewer passes of the target."""
-
-    demo: bool = False
-    """Use the small models that come with the package; this or --model."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory that tfm-convert wrote."""
-    prompt: _Text = None
-    """Raw text: no template and no begin token are added. One of --prompt, --prompt-file, --token-ids."""
-    prompt_file: _File = None
-    """One prompt a line; in a .jsonl file an object with `prompt` or `token_ids` a line. Runs as one batch."""
-    token_ids: Annotated[str | None, tyro.conf.arg(metavar='"1 2 3"')] = None
-    """Prompt as token ids."""
-    method: Method = "tfm"
-    """Weaver tree, tree of the drafter's marginals, drafted chain, or one token at a time."""
-    budget: int = 63
-    """Most nodes of a tree, the root not counted, 1 to 255."""
-    max_new_tokens: int = 128
-    """Stop after so many new tokens."""
-    temperature: float = 0.0
-    """0 takes the likeliest token; above, tokens are sampled from the target's own law."""
-    top_k: int = 0
-    """Sample among the K likeliest tokens; 0 is off."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens, each of which has less than P before it; 1 is off."""
-    min_p: float = 0.0
-    """Sample among tokens at least P times as likely as the likeliest; 0 is off."""
-    filter_order: FilterOrder = "sequential"
-    """Top-k, top-p, min-p, each on what the one before left; or top-p jointly with top-k, on the whole law."""
-    logit_bias: Annotated[str | None, tyro.conf.arg(metavar='"ID:X ID:X"')] = None
-    """Numbers added to the logits of tokens; -inf bans one."""
-    repetition_penalty: float = 1.0
-    """Divide positive and multiply negative logits of tokens in prompt or text; 1 is off."""
-    frequency_penalty: float = 0.0
-    """Subtract from a token's logit for every time it is in the text; 0 is off."""
-    presence_penalty: float = 0.0
-    """Subtract from a token's logit if it is in the text; 0 is off."""
-    verifier: Verifier = "target_only"
-    """How drafts are accepted; none changes the law of the text. rejection needs the method chain."""
-    seed: int = 0
-    """Decides the sampled text, whatever method and budget (with another verifier than target_only: given those)."""
-    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
-    """Texts that end the continuation; they are left out of it."""
-    logprobs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """With --json, report every new token's log-probability and those of the N likeliest tokens in its place."""
-    context: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Tokens that the caches hold; by default prompt and new tokens, rounded up."""
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, tyro.conf.arg(metavar="{float32,bfloat16}")] = None
-    """Compute dtype; by default float32 on a CPU and bfloat16 on a GPU."""
-    compare_ar: bool = False
-    """Run plain decoding too: its speed, and whether the tokens are equal."""
-    trace: _File = None
-    """Write every round's tree, accepted path and bonus as JSON lines."""
-    json: bool = False
-    """Print one JSON array, an object a prompt, and nothing else."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +63,13 @@ def _run(arguments: list[str]) -> None:
     if arguments == ["--version"]:
         print(_version())
         return
-    options = _parse(arguments)
-    prompts = _read_prompts(options)
-    _check_trace_path(options.trace)
+    options = parse_arguments(arguments)
+    require(options.demo != (options.model is not None), "give either --demo or --model DIR.")
+    if isinstance(options, Calibrate):
+        _calibrate(options)
+        return
+    prompts = read_prompts(options)
+    _check_output("--trace", options.trace)
     with _busy("loading"):
         engine = _load(options)
         batch = [_encode(engine, prompt) for prompt in prompts]
@@ -138,33 +77,6 @@ def _run(arguments: list[str]) -> None:
         _generate_batch(engine, batch, options)
     else:
         _stream_one(engine, batch[0], options)
-
-
-def _parse(arguments: list[str]) -> Generate:
-    """The options; tyro's framed message about a mistake becomes one sentence."""
-    framed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(framed):
-            return tyro.extras.subcommand_cli_from_dict(
-                {"generate": Generate},
-                prog="tfm",
-                description="Lossless tree speculation. `tfm --version` names jax, the device and the kernels.",
-                args=arguments,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        message = f"{_first_paragraph(framed.getvalue())} See: tfm generate --help"
-        raise TfmError(message) from None
-
-
-def _first_paragraph(framed: str) -> str:
-    """What tyro's frame says between its title and its first rule, on one line."""
-    framed = re.sub(r"\x1b\[[0-9;]*m", "", framed)  # colours
-    title, *paragraphs = re.split(r"(?m)^.*[─-]{10}.*$", framed)
-    sentence = " ".join((paragraphs or [title])[0].replace("│", " ").split())
-    return sentence.rstrip(".") + "."
 
 
 def _version() -> str:
@@ -178,72 +90,32 @@ def _version() -> str:
     return f"tfm-jax {__version__}, jax {jax.__version__}, device {runtime.device_name()}, kernels {kernels}"
 
 
-def _read_prompts(options: Generate) -> list[Prompt]:
-    """Prompts as the user gave them, before a model is loaded."""
-    require(options.demo != (options.model is not None), "give either --demo or --model DIR.")
-    sources = (options.prompt, options.prompt_file, options.token_ids)
-    given = sum(source is not None for source in sources)
-    require(given == 1, "give exactly one of --prompt, --prompt-file and --token-ids.")
-    if options.prompt_file is not None:
-        return _read_prompt_file(options.prompt_file)
-    if options.token_ids is not None:
-        return [_parse_token_ids(options.token_ids)]
-    return [options.prompt or ""]
-
-
-def _parse_token_ids(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split()]
-    except ValueError:
-        message = f'--token-ids is {text!r}; write whole numbers with spaces between, such as "1 2 3".'
-        raise TfmError(message) from None
-
-
-def _parse_logit_bias(text: str | None) -> dict[int, float] | None:
-    if text is None:
-        return None
-    pairs = [word.partition(":") for word in text.split()]
-    try:
-        return {int(token): float(value) for token, _, value in pairs}
-    except ValueError:
-        message = f'--logit-bias is {text!r}; write ID:NUMBER with spaces between, such as "11:-2 13:0.5".'
-        raise TfmError(message) from None
-
-
-def _read_prompt_file(path: Path) -> list[Prompt]:
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"{path} cannot be read ({error}); give a UTF-8 text file."
-        raise TfmError(message) from error
-    if path.suffix == ".jsonl":
-        return [_parse_json_prompt(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
-    for number, line in enumerate(lines, 1):
-        require(line != "", f"{path} line {number} is empty; write one prompt a line.")
-    return list(lines)
-
-
-def _parse_json_prompt(line: str, where: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        message = f"{where} is not JSON ({error}); write an object a line."
-        raise TfmError(message) from error
-    match entry:
-        case {"prompt": str(text)} if "token_ids" not in entry:
-            return text
-        case {"token_ids": [*token_ids]} if "prompt" not in entry and all(type(token) is int for token in token_ids):
-            return token_ids
-    message = f'{where} must be an object with either "prompt" (a text) or "token_ids" (a list of whole numbers).'
-    raise TfmError(message)
-
-
-def _check_trace_path(path: Path | None) -> None:
+def _check_output(option: str, path: Path | None) -> None:
     fine = path is None or (path.parent.is_dir() and not path.is_dir())
-    require(fine, f"--trace {path} cannot be written; name a file in a folder that exists.")
+    require(fine, f"{option} {path} cannot be written; name a file in a folder that exists.")
 
 
-def _load(options: Generate) -> Engine:
+def _calibrate(options: Calibrate) -> None:
+    """Measure, write the table, and show it."""
+    from tfm_jax.budget import COSTS_FILE, write_costs
+
+    _check_output("--output", options.output)
+    with _busy("loading"):
+        engine = _load(options)
+    from tfm_jax.calibration import measure_costs
+
+    with _busy("timing"):
+        costs = measure_costs(
+            engine, method=options.method, budgets=options.budgets, context=options.context, rounds=options.rounds
+        )
+    path = options.output or engine.costs_path or Path(COSTS_FILE)
+    write_costs(path, costs)
+    for budget, seconds in zip(costs.budgets, costs.seconds, strict=True):
+        print(f"budget {budget}: {seconds * 1e3:.2f} ms a round")
+    print(path)
+
+
+def _load(options: Generate | Calibrate) -> Engine:
     runtime.configure()
     from tfm_jax import engine
 
@@ -260,21 +132,27 @@ def _encode(engine: Engine, prompt: Prompt) -> list[int]:
 
 
 def _settings(options: Generate, method: Method | None = None) -> dict[str, Any]:
-    """Keyword arguments of `Engine.generate` and `Engine.stream`."""
+    """Keyword arguments of `Engine.generate` and `Engine.stream`; `ar`, to compare with, has no budget to choose."""
+    from tfm_jax.budget import read_costs
+
     return {
         "method": method or options.method,
-        "budget": options.budget,
+        "budget": options.budget if method is None or options.budget != "auto" else 1,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
         "top_k": options.top_k,
         "top_p": options.top_p,
         "min_p": options.min_p,
         "filter_order": options.filter_order,
-        "logit_bias": _parse_logit_bias(options.logit_bias),
+        "logit_bias": parse_logit_bias(options.logit_bias),
         "repetition_penalty": options.repetition_penalty,
         "frequency_penalty": options.frequency_penalty,
         "presence_penalty": options.presence_penalty,
         "verifier": options.verifier,
+        "tree": options.tree,
+        "spine": options.spine,
+        "draft_noise": options.draft_noise,
+        "costs": None if options.costs is None else read_costs(options.costs),
         "seed": options.seed,
         "context": options.context,
         "stop": options.stop,
@@ -377,6 +255,9 @@ def _to_json(generation: Generation, comparison: Comparison | None, options: Gen
         "frequency_penalty": options.frequency_penalty,
         "presence_penalty": options.presence_penalty,
         "verifier": options.verifier,
+        "tree": options.tree,
+        "spine": options.spine,
+        "draft_noise": options.draft_noise,
         "stop": list(options.stop),
         "logprobs": generation.logprobs and [_logprobs_json(entry) for entry in generation.logprobs],
     }

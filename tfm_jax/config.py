@@ -203,6 +203,31 @@ class Models:
         return METHODS if self.weaver is not None else ("ddtree", "chain", "ar")
 
 
+TreeKind = Literal["pruned", "reference"]
+TREE_KINDS: tuple[TreeKind, ...] = ("pruned", "reference")
+DraftNoise = Literal["shared", "none"]
+DRAFT_NOISES: tuple[DraftNoise, ...] = ("shared", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class TreePlan:
+    """How trees grow.
+
+    Attributes:
+        pruned: keep the best of everything that the Weaver scored, not the nodes that it expanded; see
+            `tfm_jax.tree.best_first_tree`.
+        spine: keep the likeliest chain; see the same.
+        shared_noise: drafts know the noise that the target draws with; without effect at temperature 0.
+        budgets: ascending; if any, every round verifies the best so many nodes (see `tfm_jax.budget`), and the largest
+            is the plan's budget.
+    """
+
+    pruned: bool = False
+    spine: bool = False
+    shared_noise: bool = False
+    budgets: tuple[int, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
     """Static choices of decoding; every distinct plan is one compilation.
@@ -217,6 +242,7 @@ class DecodePlan:
     sample: bool
     verifier: Verifier = "target_only"
     logprobs: int | None = None
+    tree: TreePlan = TreePlan()
 
     @property
     def depth(self) -> int:

@@ -13,6 +13,7 @@ made at a node of position p is the token of position p + 1.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +23,24 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from tfm_jax.budget import choose_budget, promised_tokens
 from tfm_jax.commit import commit_path, take_nodes
 from tfm_jax.config import DecodePlan, Models
 from tfm_jax.dflash import Drafter, empty_caches
 from tfm_jax.filters import count_tokens, filter_logits, log_laws, node_laws, penalise
-from tfm_jax.sampling import Logprobs, cut_at_stop, node_choices, token_logprobs
-from tfm_jax.state import DecodeState, Filters, write_rows
+from tfm_jax.sampling import AcceptedPath, Logprobs, cut_at_stop, node_choices, scaled_noise, token_logprobs
+from tfm_jax.state import DecodeState, DeltaTape, Filters, KVRows, Ledger, write_rows
 from tfm_jax.target import Target, empty_target_state
-from tfm_jax.tree import DraftTree, chain_tree, conv_taps, ddtree, top_candidates
+from tfm_jax.tree import (
+    DraftTree,
+    chain_tree,
+    conv_taps,
+    ddtree,
+    default_steps,
+    drop_nodes,
+    first_nodes,
+    top_candidates,
+)
 from tfm_jax.verifiers import accept, draft_noise
 from tfm_jax.weaver import Weaver
 
@@ -107,6 +118,7 @@ def empty_state(
         stop_ids=stop_ids,
         filters=Filters(),
         penalties=None,
+        ledger=None,
         plan=plan,
     )
 
@@ -171,17 +183,28 @@ def _draft(modules: Modules, params: Params, state: DecodeState) -> tuple[DraftT
     vocab = logits.shape[-1]
     if plan.method == "chain" and plan.verifier == "rejection":
         return _drawn_chain(state, logits)
+    if plan.sample and plan.tree.shared_noise:
+        noise = scaled_noise(state.seed, state.target.lengths, state.temperature, max_depth=plan.depth, vocab=vocab)
+        logits = logits.astype(jnp.float32) + noise[:, : plan.depth]
     if plan.method == "chain":
         candidates = top_candidates(logits, 1)
         return chain_tree(state.root, candidates.ids, candidates.log_probs, plan.depth), None
     if plan.method == "ddtree":
         candidates = top_candidates(logits, min(plan.budget, vocab))
-        return ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget), None
+        return ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget, spine=plan.tree.spine), None
     candidates = top_candidates(logits, min(modules.weaver.config.pool_size, vocab))
     tree = modules.weaver.build_tree(
-        state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"], budget=plan.budget
-    )
+        state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"],
+        budget=plan.budget, steps=_steps(plan), spine=plan.tree.spine,
+    )  # fmt: skip
     return tree, None
+
+
+def _steps(plan: DecodePlan) -> int | None:
+    """Calls of the Weaver before pruning, as many as without it or as a spine needs; None prunes nothing."""
+    chain = min(plan.budget, plan.depth) if plan.tree.spine else 1
+    steps = max(default_steps(plan.budget), chain)
+    return steps if plan.tree.pruned or steps > default_steps(plan.budget) else None
 
 
 def _drawn_chain(state: DecodeState, logits: Float[Array, "batch depth vocab"]) -> tuple[DraftTree, Array]:
@@ -196,6 +219,17 @@ def _drawn_chain(state: DecodeState, logits: Float[Array, "batch depth vocab"]) 
     return tree, jnp.concatenate([laws, after_last], axis=1)
 
 
+class _Verified(NamedTuple):
+    """What the target says of a tree; commit reads the rows of accepted nodes only."""
+
+    accepted: AcceptedPath
+    hidden: Float[Array, "batch nodes hidden"]
+    taps: Float[Array, "batch nodes features"]
+    values: tuple[KVRows | DeltaTape, ...]
+    conv_taps: Int[Array, "batch nodes width"]
+    logprobs: Logprobs | None
+
+
 def verify_and_commit(
     modules: Modules, state: DecodeState, tree: DraftTree, drafted: Float[Array, "batch nodes vocab"] | None = None
 ) -> tuple[DecodeState, RoundOutput]:
@@ -207,6 +241,37 @@ def verify_and_commit(
         tree: what to verify.
         drafted: with the verifier `rejection`, the laws that a drawn chain came from; see `verifiers.chain_rejection`.
     """
+    lengths = state.target.lengths
+    if state.ledger is None:
+        verified, ledger = _verify(modules, state, tree, drafted), None
+    else:
+        tree, verified, ledger = _verify_best(modules, state, tree, state.ledger)
+    accepted = verified.accepted
+    remaining = jnp.where(state.done, 0, state.limit - state.emitted)
+    cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
+
+    path, count = accepted.path, cut.count
+    last = jnp.maximum(count - 1, 0)[:, None]
+    alive = count > 0
+    leaf = jnp.take_along_axis(path, last, axis=1)
+    new_state = dataclasses.replace(
+        state,
+        target=commit_path(state.target, verified.values, path, count, verified.conv_taps),
+        drafter=_extend_context(modules.drafter, state.drafter, take_nodes(verified.taps, path), lengths, count),
+        root=jnp.where(alive, jnp.take_along_axis(accepted.tokens, last, axis=1)[:, 0], state.root),
+        feature=jnp.where(alive[:, None], take_nodes(verified.hidden, leaf)[:, 0], state.feature),
+        emitted=state.emitted + count,
+        done=state.done | cut.done,
+        penalties=count_tokens(state.penalties, take_nodes(tree.tokens, path), count),
+        ledger=ledger and ledger._replace(accepted=ledger.accepted + jnp.sum(jnp.maximum(count - 1, 0))),
+    )
+    return new_state, RoundOutput(
+        accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus, verified.logprobs
+    )
+
+
+def _verify(modules: Modules, state: DecodeState, tree: DraftTree, drafted: Array | None) -> _Verified:
+    """The target over the whole tree, and the walk; writes nothing."""
     plan, lengths = state.plan, state.target.lengths
     taps = conv_taps(tree.parents, max(plan.models.target.conv_width, 1))
     verified = modules.target.verify(
@@ -217,28 +282,38 @@ def verify_and_commit(
         tree, logits, lengths, state.temperature, state.seed,
         verifier=plan.verifier, max_depth=plan.depth, sample=plan.sample, drafted=drafted,
     )  # fmt: skip
-    remaining = jnp.where(state.done, 0, state.limit - state.emitted)
-    cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
-
-    path, count = accepted.path, cut.count
-    last = jnp.maximum(count - 1, 0)[:, None]
-    alive = count > 0
-    leaf = jnp.take_along_axis(path, last, axis=1)
-    new_state = dataclasses.replace(
-        state,
-        target=commit_path(state.target, verified.values, path, count, taps),
-        drafter=_extend_context(modules.drafter, state.drafter, take_nodes(verified.taps, path), lengths, count),
-        root=jnp.where(alive, jnp.take_along_axis(accepted.tokens, last, axis=1)[:, 0], state.root),
-        feature=jnp.where(alive[:, None], take_nodes(verified.hidden, leaf)[:, 0], state.feature),
-        emitted=state.emitted + count,
-        done=state.done | cut.done,
-        penalties=count_tokens(state.penalties, take_nodes(tree.tokens, path), count),
-    )
     logprobs = None
     if plan.logprobs is not None:
-        laws = log_laws(take_nodes(logits, path), state.temperature)
+        laws = log_laws(take_nodes(logits, accepted.path), state.temperature)
         logprobs = token_logprobs(laws, accepted.tokens, plan.logprobs)
-    return new_state, RoundOutput(accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus, logprobs)
+    return _Verified(accepted, verified.hidden, verified.taps, verified.values, taps, logprobs)
+
+
+def _verify_best(
+    modules: Modules, state: DecodeState, tree: DraftTree, ledger: Ledger
+) -> tuple[DraftTree, _Verified, Ledger]:
+    """Verifies the first nodes of a tree, as many as `tfm_jax.budget` chooses; returns these and what it spent."""
+    budgets, nodes, live = state.plan.tree.budgets, tree.tokens.shape[1], ~state.done
+    promised = jnp.sum(jnp.where(live[:, None], promised_tokens(tree.scores, budgets), 0.0), axis=0)
+    choice = choose_budget(promised, jnp.sum(live), jnp.sum(state.emitted), ledger)
+
+    def branch(budget: int) -> Callable[[], _Verified]:
+        def pad(rows: Array) -> Array:
+            return jnp.pad(rows, [(0, 0), (0, nodes - rows.shape[1]), *[(0, 0)] * (rows.ndim - 2)])
+
+        def run() -> _Verified:
+            verified = _verify(modules, state, first_nodes(tree, budget), None)
+            padded = jax.tree.map(
+                pad, {name: getattr(verified, name) for name in ("hidden", "taps", "values", "conv_taps")}
+            )
+            return verified._replace(**padded)
+
+        return run
+
+    verified = lax.switch(choice, [branch(budget) for budget in budgets])
+    kept = jnp.arange(nodes) <= jnp.asarray(budgets)[choice]
+    seconds, promises = ledger.seconds + ledger.costs[choice], ledger.promised + promised[choice]
+    return drop_nodes(tree, kept), verified, ledger._replace(seconds=seconds, promised=promises)
 
 
 def first_logprobs(params: Params, state: DecodeState) -> Logprobs:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tfm_jax.budget import COSTS_FILE, Costs, read_costs
 from tfm_jax.checkpoint import Checkpoint, CheckpointConfig, Dtype, Sharding, load_checkpoint
 from tfm_jax.config import Method, Models
 from tfm_jax.decode import (
@@ -31,7 +32,7 @@ from tfm_jax.decode import (
 )
 from tfm_jax.errors import require
 from tfm_jax.request import Options, Request, check_request, round_up
-from tfm_jax.runtime import default_dtype
+from tfm_jax.runtime import default_dtype, device_name
 from tfm_jax.sampling import Logprobs
 from tfm_jax.state import DecodeState
 from tfm_jax.text import StopText, Tokenizer
@@ -126,7 +127,13 @@ class Generation:
 class Engine:
     """A target with, as far as the checkpoint has them, a drafter and a Weaver."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: Any) -> None:  # noqa: ANN401 - a numpy dtype
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: Any,  # noqa: ANN401 - a numpy dtype
+        costs_path: Path | None = None,
+    ) -> None:
+        self.costs_path = costs_path
         self.config: CheckpointConfig = checkpoint.config
         self.models = Models(checkpoint.config.target, checkpoint.config.drafter, checkpoint.config.weaver)
         self.dtype = dtype
@@ -233,10 +240,20 @@ class Engine:
         return float(first - second)
 
     def _check(self, prompts: Sequence[Sequence[int]], options: Options) -> Request:
+        if options.get("budget") == "auto":
+            options = options.copy()
+            options["costs"] = self._check_costs(options.get("costs"))
         request = check_request(self.config, self.models, prompts, **options)
         fine = self.tokenizer is not None or not request.stop
         require(fine, "stop texts need a tokenizer, which this checkpoint lacks; give stop_token_ids instead.")
         return request
+
+    def _check_costs(self, costs: Costs | None) -> Costs:
+        """The given table or the checkpoint's own, if it holds here."""
+        costs = costs or read_costs(self.costs_path or Path(COSTS_FILE))
+        there, here = f"{costs.device} in {costs.dtype}", f"{device_name()} in {self.dtype.name}"
+        require(there == here, f"the table of costs holds for {there} and this is {here}; run `tfm calibrate` here.")
+        return costs
 
     def _begin(self, request: Request) -> tuple[DecodeState, Logprobs | None, float]:
         """Compiles what is missing, runs the prompts, chooses the first tokens; returns the seconds of the last two."""
@@ -257,7 +274,7 @@ class Engine:
         )
         first_piece = (jnp.asarray(padded[:, :piece]), jnp.asarray(valid[:, :piece]))
         run_piece = self._program(prefill_piece, state, *first_piece)
-        asked = {"plan": request.plan, "filters": request.filters, "penalties": request.penalties}
+        asked = {name: getattr(request, name) for name in ("plan", "filters", "penalties", "ledger")}
         whole = dataclasses.replace(state, **asked)
         run_first = self._program(emit_first, whole)
         log_first = None if request.plan.logprobs is None else self._program(first_logprobs, whole)
@@ -328,7 +345,7 @@ def load(path: str | Path, dtype: Dtype | None = None, sharding: Sharding | None
         TfmError: nothing there, not a converted checkpoint, or damaged.
     """
     chosen = jnp.dtype(dtype) if dtype else default_dtype()
-    return Engine(load_checkpoint(path, chosen.name, sharding), chosen)
+    return Engine(load_checkpoint(path, chosen.name, sharding), chosen, Path(path) / COSTS_FILE)
 
 
 def load_demo(dtype: Dtype | None = None) -> Engine:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
 
+from tfm_jax.budget import Costs, start_ledger
 from tfm_jax.checkpoint import CheckpointConfig
-from tfm_jax.config import FILTER_ORDERS, METHODS, VERIFIERS, DecodePlan, Method, Models, Verifier
+from tfm_jax.config import (
+    DRAFT_NOISES,
+    FILTER_ORDERS,
+    METHODS,
+    TREE_KINDS,
+    VERIFIERS,
+    DecodePlan,
+    Method,
+    Models,
+    TreePlan,
+    Verifier,
+)
 from tfm_jax.errors import TfmError, require
-from tfm_jax.state import Filters, Penalties
+from tfm_jax.state import Filters, Ledger, Penalties
 from tfm_jax.text import check_token_ids
 from tfm_jax.tree import MAX_BUDGET
 
@@ -32,7 +44,7 @@ class Options(TypedDict, total=False):
 
     Attributes:
         method: "tfm" (Weaver tree; the default), "ddtree", "chain" or "ar".
-        budget: most tree nodes, the root not counted; 63 by default.
+        budget: most tree nodes, the root not counted; 63 by default. "auto" chooses in every round, by `costs`.
         max_new_tokens: 128 by default.
         temperature: 0 (the default) is greedy; one for all or one a prompt, like all options down to `seed`.
         top_k: draw among the likeliest `top_k` tokens; 0 (the default) is off.
@@ -46,6 +58,11 @@ class Options(TypedDict, total=False):
         filter_order: "sequential" (top-k, top-p, min-p; the default) or "joint" (top-p of the whole law first).
         verifier: "target_only" (the default), "traversal", or "rejection" for the method "chain". All keep the law;
             with `target_only` the sampled text depends on the seed alone, with the others on method and budget too.
+        tree: "pruned" (the default: the best nodes of all that the Weaver scored) or "reference" (those it expanded).
+        spine: keep the likeliest chain in every tree, to the depth that the budget allows; off by default.
+        draft_noise: "shared" (the default): drafts know the noise that the target will draw with, which changes how
+            many are accepted and never the text; or "none". Only `target_only` can share it.
+        costs: table for the budget "auto" (`tfm_jax.budget.read_costs`); by default the checkpoint's own.
         context: tokens that the caches hold; by default prompt and new tokens, rounded up.
         stop_token_ids: tokens that end a text; by default, and for None, the checkpoint's.
         ignore_eos: go on after them.
@@ -54,7 +71,7 @@ class Options(TypedDict, total=False):
     """
 
     method: str
-    budget: int
+    budget: int | Literal["auto"]
     max_new_tokens: int
     temperature: float | Sequence[float]
     top_k: int | Sequence[int]
@@ -67,6 +84,10 @@ class Options(TypedDict, total=False):
     seed: int | Sequence[int]
     filter_order: str
     verifier: str
+    tree: str
+    spine: bool
+    draft_noise: str
+    costs: Costs | None
     context: int | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
@@ -89,6 +110,7 @@ class Request:
         stop: texts that end a text.
         filters: what of the target's law may be drawn.
         penalties: None where no prompt asks for any.
+        ledger: for the choice of budgets; None without one.
     """
 
     prompts: list[list[int]]
@@ -101,6 +123,7 @@ class Request:
     stop: tuple[str, ...]
     filters: Filters
     penalties: Penalties | None
+    ledger: Ledger | None
 
 
 def check_request(
@@ -109,7 +132,7 @@ def check_request(
     prompts: Sequence[Sequence[int]],
     *,
     method: str = "tfm",
-    budget: int = 63,
+    budget: int | Literal["auto"] = 63,
     max_new_tokens: int = 128,
     temperature: float | Sequence[float] = 0.0,
     top_k: int | Sequence[int] = 0,
@@ -122,13 +145,17 @@ def check_request(
     seed: int | Sequence[int] = 0,
     filter_order: str = "sequential",
     verifier: str = "target_only",
+    tree: str = "pruned",
+    spine: bool = False,
+    draft_noise: str = "shared",
+    costs: Costs | None = None,
     context: int | None = None,
     stop_token_ids: Sequence[int] | None = None,
     ignore_eos: bool = False,
     stop: str | Sequence[str] = (),
     logprobs: int | None = None,
 ) -> Request:
-    """A batch with `Options`, checked against the models.
+    """A batch with `Options`, checked against the models; the budget "auto" needs `costs`.
 
     Raises:
         TfmError: a prompt or an option does not fit.
@@ -137,7 +164,7 @@ def check_request(
     for prompt in prompts:
         check_token_ids(prompt, models.target.vocab_size)
     chosen = _find_method(models, method)
-    require(1 <= budget <= MAX_BUDGET, f"budget is {budget}; choose 1 to {MAX_BUDGET} tree nodes.")
+    budgets, most = _budgets(chosen, budget, costs)
     require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
     count, vocab = len(prompts), models.target.vocab_size
     temperatures = _checked(
@@ -153,13 +180,15 @@ def check_request(
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     require("" not in stops, "a stop text is empty; give at least one character.")
     sample = any(temperatures)
+    rule = _useful_verifier(chosen, verifier, sample=sample)
     plan = DecodePlan(
         models,
         chosen,
-        _useful_budget(models, chosen, budget),
+        _useful_budget(models, chosen, most),
         sample=sample,
-        verifier=_useful_verifier(chosen, verifier, sample=sample),
+        verifier=rule,
         logprobs=logprobs,
+        tree=_tree_plan(chosen, tree, draft_noise, spine=spine, sample=sample, verifier=rule, budgets=budgets),
     )
     needed = max(map(len, prompts)) + max_new_tokens
     return Request(
@@ -179,6 +208,48 @@ def check_request(
             joint=_is_joint(filter_order),
         ),
         penalties=_penalties(prompts, vocab, repetition_penalty, frequency_penalty, presence_penalty),
+        ledger=start_ledger(jnp.asarray(costs.seconds, jnp.float32)) if budgets and costs else None,
+    )
+
+
+def _budgets(method: Method, budget: int | Literal["auto"], costs: Costs | None) -> tuple[tuple[int, ...], int]:
+    """Budgets to choose from, none where one is given, and the largest."""
+    if budget != "auto":
+        require(1 <= budget <= MAX_BUDGET, f"budget is {budget}; choose 1 to {MAX_BUDGET} tree nodes, or auto.")
+        return (), budget
+    trees = method in {"tfm", "ddtree"}
+    require(trees, f"budget auto chooses among trees and the method is {method}; choose tfm or ddtree, or a budget.")
+    if costs is None:
+        message = "budget auto needs a table of costs; make one with `tfm calibrate`, or give a budget."
+        raise TfmError(message)
+    require(
+        costs.method == method, f"the table of costs is for {costs.method} and the method is {method}; calibrate it."
+    )
+    largest = costs.budgets[-1]
+    require(largest <= MAX_BUDGET, f"the table of costs has a budget of {largest}; calibrate up to {MAX_BUDGET}.")
+    return costs.budgets, largest
+
+
+def _tree_plan(
+    method: Method,
+    tree: str,
+    draft_noise: str,
+    *,
+    spine: bool,
+    sample: bool,
+    verifier: Verifier,
+    budgets: tuple[int, ...],
+) -> TreePlan:
+    """How trees grow, as far as it changes the program."""
+    require(tree in TREE_KINDS, f"tree {tree!r} is unknown; choose one of {', '.join(TREE_KINDS)}.")
+    require(draft_noise in DRAFT_NOISES, f"draft_noise {draft_noise!r} is unknown; choose {' or '.join(DRAFT_NOISES)}.")
+    if method == "ar":
+        return TreePlan()
+    return TreePlan(
+        pruned=method == "tfm" and tree == "pruned",
+        spine=spine and method != "chain",
+        shared_noise=draft_noise == "shared" and sample and verifier == "target_only",
+        budgets=budgets,
     )
 
 

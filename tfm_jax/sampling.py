@@ -108,10 +108,27 @@ def node_choices(
     """
     logits = logits.astype(jnp.float32)
     if sample:
-        positions = lengths[:, None] + jnp.arange(max_depth + 1, dtype=jnp.int32)
-        noise = gumbel_noise(seed, positions, logits.shape[-1]) * temperature[:, None, None]
+        noise = scaled_noise(seed, lengths, temperature, max_depth=max_depth, vocab=logits.shape[-1])
         logits = logits + jax.vmap(lambda rows, index: rows[index])(noise, depths)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def scaled_noise(
+    seed: Int[Array, " batch"],
+    lengths: Int[Array, " batch"],
+    temperature: Float[Array, " batch"],
+    *,
+    max_depth: int,
+    vocab: int,
+) -> Float[Array, "batch steps vocab"]:
+    """Temperature · G for the choices after nodes of depth 0 .. `max_depth`: what is added to the target's logits.
+
+    Drafting with shared noise adds the same to the drafter's logits. Where the two models agree, so do then their
+    choices, and what is written stays a function of target and noise alone (`shared_gumbel.py` of trymirai/sglang has
+    the idea; there the noise picks a node's children only, here it also orders the frontier).
+    """
+    positions = lengths[:, None] + jnp.arange(max_depth + 1, dtype=jnp.int32)
+    return gumbel_noise(seed, positions, vocab) * temperature[:, None, None]
 
 
 def walk(tree: DraftTree, choices: Int[Array, "batch nodes"], *, max_depth: int) -> AcceptedPath:

@@ -104,6 +104,15 @@ class Penalties:
     counts: Int[Array, "batch vocab"]  # committed new tokens
 
 
+class Ledger(NamedTuple):
+    """What the choice of budgets knows of the past; see `tfm_jax.budget`."""
+
+    costs: Float[Array, " budgets"]  # seconds of a round with each of the plan's budgets
+    seconds: Float[Array, ""]  # of all rounds so far, by these costs
+    promised: Float[Array, ""]  # drafted tokens that the scores of the verified nodes promised
+    accepted: Float[Array, ""]  # drafted tokens that were emitted
+
+
 @pytree_dataclass
 class DecodeState:
     """Everything a decode round reads and writes.
@@ -124,6 +133,7 @@ class DecodeState:
     stop_ids: Int[Array, " stops"]
     filters: Filters
     penalties: Penalties | None
+    ledger: Ledger | None  # None unless budgets are chosen round by round
     plan: DecodePlan = dataclasses.field(metadata={"static": True})
 
 

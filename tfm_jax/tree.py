@@ -11,6 +11,7 @@ accepting the target's own token at every node keeps the target's law (see `tfm_
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,6 +72,11 @@ def default_width(budget: int) -> int:
     return max(1, min(-(-budget // 16), budget, MAX_WIDTH))
 
 
+def default_steps(budget: int) -> int:
+    """Calls of the reference's schedule, ⌈budget / width⌉: 16 at multiples of 16."""
+    return -(-budget // default_width(budget))
+
+
 def chain_tree(
     root: Int[Array, " batch"],
     ids: Int[Array, "batch depth pool"],
@@ -113,6 +119,8 @@ def ddtree(
     ids: Int[Array, "batch depth pool"],
     log_probs: Float[Array, "batch depth pool"],
     budget: int,
+    *,
+    spine: bool = False,
 ) -> DraftTree:
     """The `budget` most probable prefixes under the product of the marginals (DDTree, arXiv 2604.12989), best first.
 
@@ -122,13 +130,14 @@ def ddtree(
     parent, the same `budget` prefixes with the child's token added beat the child. An edge never has a positive
     log-probability, so a child's rounded score never exceeds its parent's, and the stable top-k, which sees shallow
     prefixes first, puts parents before children even when the scores are equal. Slots therefore come in the heap's
-    pop order, by descending score.
+    pop order, by descending score; a spine comes first.
 
     Args:
         root: last emitted token.
         ids: candidates of every depth, best first; at most the first `budget` of them can matter.
         log_probs: their log-probabilities over the whole vocabulary, −inf where there is no candidate.
         budget: draft nodes, the root not counted.
+        spine: keep the chain of every depth's best candidate, as far as the budget reaches.
 
     Raises:
         TfmError: `budget` is out of range.
@@ -148,7 +157,9 @@ def ddtree(
         tokens.append(_pick(ids[:, level], index % pool))
         parents.append(index // pool)
 
-    best, flat = _padded_top_k(jnp.concatenate(scores, axis=1), budget)
+    flat_scores = jnp.concatenate(scores, axis=1)
+    on_spine = jnp.arange(depth * budget) % budget == 0 if spine else None
+    best, flat = _take_best(flat_scores, on_spine, budget)
     valid = best > -jnp.inf
     slots = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), flat.shape)
     slot_of = jnp.zeros((batch, depth * budget), jnp.int32).at[jnp.arange(batch)[:, None], flat].set(slots)
@@ -174,6 +185,8 @@ def best_first_tree[Carry](
     budget: int,
     width: int | None = None,
     expand: int | None = None,
+    steps: int | None = None,
+    spine: bool = False,
 ) -> DraftTree:
     """Grows a tree from its most probable frontier nodes, `width` at a time, under conditionals that `step` computes.
 
@@ -181,6 +194,10 @@ def best_first_tree[Carry](
     until the budget is spent, the `width` best frontier entries become nodes, best first, and are expanded in one call;
     the last group, cut to the budget, is not expanded. Expanding keeps the `expand` best children, normalised over the
     whole pool. A child of a node taken in the same group waits for the next one: only `width` 1 is exact best-first.
+
+    With `steps` the tree is pruned: after `steps` calls the `budget` best of all nodes and frontier entries are kept,
+    in the order of their scores. So a node does not have to be expanded to get children, nor kept because it was, and
+    the number of dependent calls no longer follows from the budget (grow-and-prune, `uzu_tree.py` of trymirai/sglang).
 
     Args:
         root: last emitted token.
@@ -191,36 +208,56 @@ def best_first_tree[Carry](
         budget: draft nodes, the root not counted.
         width: nodes per step, `default_width(budget)` if None.
         expand: children per node, at most 8 if None.
+        steps: calls of `step` before the tree is pruned; None prunes nothing.
+        spine: keep the chain of best children from the root, as far as the budget reaches: its next node is in every
+            group, so that it takes a step a node.
 
     Raises:
-        TfmError: `budget`, `width` or `expand` is out of range.
+        TfmError: `budget`, `width`, `expand` or `steps` is out of range, or too few steps for a spine.
     """
     _check_budget(budget)
-    pool = candidate_ids.shape[-1]
+    depth, pool = candidate_ids.shape[1:]
     width = default_width(budget) if width is None else width
     expand = min(8, pool) if expand is None else expand
+    groups = -(-budget // width) if steps is None else steps
+    if spine and groups < min(budget, depth):
+        message = f"A spine of {min(budget, depth)} nodes needs as many steps, not {groups}; use a smaller width."
+        raise TfmError(message)
     if not 1 <= width <= min(budget, MAX_WIDTH):
         message = f"The tree's width is {width}; use 1 to {min(budget, MAX_WIDTH)}."
         raise TfmError(message)
     if not 1 <= expand <= pool:
         message = f"The tree's expand is {expand}; use 1 to {pool}, the candidates of each depth."
         raise TfmError(message)
-    groups = -(-budget // width)
+    if groups < 1:
+        message = f"The tree's steps are {groups}; use at least 1."
+        raise TfmError(message)
+    seen = expanded_slots(budget, width, steps)
 
     def grow(group: Int[Array, ""], state: tuple[_Growth, Carry]) -> tuple[_Growth, Carry]:
         # Slots 1 .. width − 1, expanded together with the root, are still unused then and add nothing to the frontier.
         growth, carry = state
         last = jnp.maximum(1 + (group - 1) * width, 0)
-        growth, carry = _expand(growth, carry, last, width, candidate_ids, step, budget + 1)
-        return _take(growth, 1 + group * width, width), carry
+        growth, carry = _expand(growth, carry, last, width, candidate_ids, step, seen)
+        return _take(growth, 1 + group * width, width, spine=spine), carry
 
     growth, _ = lax.fori_loop(0, groups, grow, (_start(root, 1 + groups * width, expand), carry))
+    if steps is not None:
+        return _prune(growth, budget, depth, spine=spine)
     tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
     return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
 
 
+def expanded_slots(budget: int, width: int, steps: int | None) -> int:
+    """Slots that `best_first_tree` shows to its `step`, the root's among them: those that may be expanded."""
+    return budget + 1 if steps is None else 1 + max(steps - 1, 1) * width
+
+
 class _Growth(NamedTuple):
-    """A growing tree. Frontier entries slot · expand … + expand − 1 are the children of `slot`; −inf means taken."""
+    """A growing tree; `tip` is the deepest slot of the chain of best children.
+
+    Frontier entries slot · expand … + expand − 1 are the children of `slot`, best first; −inf means taken.
+    """
 
     tokens: Int[Array, "batch nodes"]
     parents: Int[Array, "batch nodes"]
@@ -229,6 +266,7 @@ class _Growth(NamedTuple):
     ancestors: Bool[Array, "batch nodes nodes"]
     frontier_tokens: Int[Array, "batch entries"]
     frontier_scores: Float[Array, "batch entries"]
+    tip: Int[Array, " batch"]
 
 
 def _start(root: Int[Array, " batch"], nodes: int, expand: int) -> _Growth:
@@ -241,14 +279,16 @@ def _start(root: Int[Array, " batch"], nodes: int, expand: int) -> _Growth:
         ancestors=jnp.zeros((batch, nodes, nodes), bool).at[:, 0, 0].set(True),
         frontier_tokens=jnp.zeros((batch, nodes * expand), jnp.int32),
         frontier_scores=jnp.full((batch, nodes * expand), -jnp.inf, jnp.float32),
+        tip=jnp.zeros((batch,), jnp.int32),
     )
 
 
-def _take(growth: _Growth, first: Int[Array, ""], width: int) -> _Growth:
-    """Moves the `width` best frontier entries, best first, into the slots from `first` on."""
+def _take(growth: _Growth, first: Int[Array, ""], width: int, *, spine: bool) -> _Growth:
+    """Moves the `width` best frontier entries, best first but after the spine's, into the slots from `first` on."""
     batch, nodes = growth.tokens.shape
     expand = growth.frontier_scores.shape[1] // nodes
-    scores, entries = lax.top_k(growth.frontier_scores, width)
+    on_spine = jnp.arange(nodes * expand) == growth.tip[:, None] * expand if spine else None
+    scores, entries = _take_best(growth.frontier_scores, on_spine, width)
     valid = scores > -jnp.inf
     parents = jnp.where(valid, entries // expand, 0)
     lineage = _pick(growth.ancestors, parents)
@@ -265,6 +305,40 @@ def _take(growth: _Growth, first: Int[Array, ""], width: int) -> _Growth:
         ancestors=write(growth.ancestors, (lineage | own) & valid[..., None]),
         frontier_tokens=growth.frontier_tokens,
         frontier_scores=growth.frontier_scores.at[jnp.arange(batch)[:, None], entries].set(-jnp.inf),
+        tip=jnp.where(valid[:, 0] & (entries[:, 0] == growth.tip * expand), first, growth.tip),
+    )
+
+
+def _prune(growth: _Growth, budget: int, max_depth: int, *, spine: bool) -> DraftTree:
+    """The `budget` best of nodes and frontier, best first.
+
+    A child's score is never above its parent's and nodes come before the frontier, parents before children: the stable
+    top-k keeps no child without its parent and puts parents first.
+    """
+    batch, nodes = growth.tokens.shape
+    expand = growth.frontier_scores.shape[1] // nodes
+    above = jnp.broadcast_to(jnp.repeat(jnp.arange(nodes), expand), growth.frontier_scores.shape)
+    scores = jnp.concatenate([growth.scores.at[:, 0].set(-jnp.inf), growth.frontier_scores], axis=1)
+    tokens = jnp.concatenate([growth.tokens, growth.frontier_tokens], axis=1)
+    parents = jnp.concatenate([growth.parents, above], axis=1)
+    depths = jnp.concatenate([growth.depths, _pick(growth.depths, above) + 1], axis=1)
+    on_spine = None
+    if spine:
+        chain = _pick(growth.ancestors, growth.tip[:, None])[:, 0]
+        on_spine = jnp.pad(chain, ((0, 0), (0, nodes * expand)))
+    best, picked = _take_best(scores, on_spine, budget)
+    valid = best > -jnp.inf
+    slots = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), picked.shape)
+    rows = jnp.arange(batch)[:, None]
+    slot_of = jnp.zeros(scores.shape, jnp.int32).at[rows, picked].set(slots).at[:, 0].set(0)
+    new_parents = _pick(slot_of, jnp.maximum(_pick(parents, picked), 0))
+    return _finish(
+        growth.tokens[:, 0],
+        tokens=jnp.where(valid, _pick(tokens, picked), 0),
+        parents=jnp.where(valid, new_parents, -1),
+        depths=jnp.where(valid, _pick(depths, picked), 0),
+        scores=best,
+        max_depth=max_depth,
     )
 
 
@@ -291,7 +365,7 @@ def _expand[Carry](
     ids = _pick(candidate_ids, row)
     logits = jnp.where(ids >= 0, logits, -jnp.inf)
     best, index = lax.top_k(logits, expand)
-    edges = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    edges = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)  # rounding could lift it above 0
     parent_scores = new(growth.scores)[..., None]
     # The depth limit, unused parents and missing candidates all give −inf; `where` also hides −inf − (−inf).
     open_edge = (best > -jnp.inf) & (parent_scores > -jnp.inf) & (new(growth.depths) < depth)[..., None]
@@ -305,6 +379,25 @@ def _expand[Carry](
         frontier_tokens=publish(growth.frontier_tokens, tokens), frontier_scores=publish(growth.frontier_scores, scores)
     )
     return growth, carry
+
+
+def first_nodes(tree: DraftTree, budget: int) -> DraftTree:
+    """The root and the first `budget` nodes: a tree of its own, since parents come before children."""
+    shorter = jax.tree.map(lambda rows: rows[:, : budget + 1], tree)
+    return dataclasses.replace(shorter, ancestors=shorter.ancestors[..., : budget + 1])
+
+
+def drop_nodes(tree: DraftTree, kept: Bool[Array, " nodes"]) -> DraftTree:
+    """The tree with the other slots unused; `kept` must hold every kept node's parent."""
+    valid = tree.valid & kept
+    return DraftTree(
+        tokens=jnp.where(kept, tree.tokens, 0),
+        parents=jnp.where(kept, tree.parents, -1),
+        depths=jnp.where(kept, tree.depths, 0),
+        valid=valid,
+        scores=jnp.where(kept, tree.scores, -jnp.inf),
+        ancestors=tree.ancestors & kept[:, None] & kept,
+    )
 
 
 def conv_taps(parents: Int[Array, "batch nodes"], width: int) -> Int[Array, "batch nodes width"]:
@@ -360,6 +453,17 @@ def _pick(
     """Rows at valid indices, batch by batch."""
     index = index.reshape(*index.shape, *(1,) * (rows.ndim - 2))
     return jnp.take_along_axis(rows, index, axis=1, mode="promise_in_bounds")
+
+
+def _take_best(
+    scores: Float[Array, "batch entries"], on_spine: Bool[Array, "... entries"] | None, count: int
+) -> tuple[Array, Array]:
+    """Scores and indices of the `count` best entries, best first; open ones on the spine before all others."""
+    order = scores if on_spine is None else jnp.where(on_spine & (scores > -jnp.inf), jnp.inf, scores)
+    best, index = _padded_top_k(order, count)
+    if on_spine is None:
+        return best, index
+    return jnp.where(best > -jnp.inf, _pick(scores, jnp.minimum(index, scores.shape[1] - 1)), best), index
 
 
 def _padded_top_k(scores: Float[Array, "batch entries"], count: int) -> tuple[Array, Array]:

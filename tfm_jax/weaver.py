@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
 from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
-from tfm_jax.tree import DraftTree, NewNodes, best_first_tree
+from tfm_jax.tree import DraftTree, NewNodes, best_first_tree, default_width, expanded_slots
 
 NORM_EPS = 1e-6
 POSITION_SCALE = 0.02
@@ -244,6 +244,8 @@ class Weaver(nnx.Module):
         budget: int,
         width: int | None = None,
         expand: int | None = None,
+        steps: int | None = None,
+        spine: bool = False,
     ) -> DraftTree:
         """Best-first tree under the Weaver's conditionals.
 
@@ -257,6 +259,8 @@ class Weaver(nnx.Module):
             budget: draft nodes, the root not counted.
             width: see `best_first_tree`.
             expand: see `best_first_tree`.
+            steps: see `best_first_tree`.
+            spine: see `best_first_tree`.
 
         Raises:
             TfmError: a size is out of range.
@@ -276,9 +280,19 @@ class Weaver(nnx.Module):
             )
             return cache, logits
 
-        empty = jnp.zeros((root.shape[0], budget + 1, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
+        width = default_width(budget) if width is None else width
+        slots = expanded_slots(budget, width, steps)
+        empty = jnp.zeros((root.shape[0], slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
         return best_first_tree(
-            root, candidate_ids, step, NodeCache(empty, empty), budget=budget, width=width, expand=expand
+            root,
+            candidate_ids,
+            step,
+            NodeCache(empty, empty),
+            budget=budget,
+            width=width,
+            expand=expand,
+            steps=steps,
+            spine=spine,
         )
 
     def _nodes(

@@ -1,0 +1,167 @@
+"""Budgets chosen round by round: the rule, its table, and that the text stays the target's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens import SEEDS, TEMPERATURES, loop_engine, plain, prompts
+from test_tree import VOCAB
+
+from tfm_jax.budget import Costs, choose_budget, promised_tokens, read_costs, start_ledger, write_costs
+from tfm_jax.calibration import measure_costs
+from tfm_jax.errors import TfmError
+from tfm_jax.state import Ledger
+from tfm_jax.tree import DraftTree, first_nodes
+from tfm_jax.verifiers import Noise, target_only
+
+LOOP = "loop_qwen3_5"
+COSTS = Costs((3, 7, 15), (1.0, 1.3, 2.5), "tfm", "cpu", "float32", 64)
+
+
+def test_promised_tokens_are_the_mean_of_what_is_accepted() -> None:
+    """A tree whose scores are the target's own log-probabilities: the mean over many coins is their promise."""
+    # root -> 0 (.5), 1 (.3); 0 -> 2 (.8); 1 -> 2 (.25)
+    parents, tokens = [-1, 0, 0, 1, 2], [6, 0, 1, 2, 2]
+    edges = np.log([1.0, 0.5, 0.3, 0.8, 0.25])
+    scores = np.array([0, edges[1], edges[2], edges[1] + edges[3], edges[2] + edges[4]], np.float32)
+    ancestors = np.eye(5, dtype=bool)
+    for node, parent in enumerate(parents):
+        ancestors[node] |= ancestors[parent] if parent >= 0 else False
+    rows = np.full((5, VOCAB), 0.0)
+    rows[:, 5] = 1.0
+    rows[0] = [0.5, 0.3, 0, 0, 0, 0.2, 0]
+    rows[1] = [0, 0, 0.8, 0, 0, 0.2, 0]
+    rows[2] = [0, 0, 0.25, 0, 0, 0.75, 0]
+    coins = np.stack(np.meshgrid((np.arange(20) + 0.5) / 20, (np.arange(20) + 0.5) / 20), -1).reshape(-1, 2)
+    batch = len(coins)
+    uniforms = np.full((batch, 5), 0.5)
+    uniforms[:, 0], uniforms[:, 1], uniforms[:, 2] = coins[:, 0], coins[:, 1], coins[:, 1]
+
+    def repeat(x: list[int] | np.ndarray) -> jnp.ndarray:
+        return jnp.broadcast_to(jnp.asarray(x), (batch, *np.shape(x)))
+
+    tree = DraftTree(
+        repeat(np.int32(tokens)), repeat(np.int32(parents)), repeat(np.int32([0, 1, 1, 2, 2])),
+        repeat(np.ones(5, bool)), repeat(scores), repeat(ancestors),
+    )  # fmt: skip
+    promised = promised_tokens(tree.scores[:1], (2, 3, 4))[0]
+    np.testing.assert_allclose(promised, [0.8, 1.2, 1.275], atol=1e-6)
+    for budget, expected in zip((2, 3, 4), promised, strict=True):
+        noise = Noise(jnp.zeros((batch, budget + 1)), jnp.asarray(uniforms[:, : budget + 1]))
+        verdict = target_only(first_nodes(tree, budget), repeat(rows)[:, : budget + 1], noise, max_depth=2)
+        np.testing.assert_allclose(np.mean(np.asarray(verdict.count) - 1), expected, atol=1e-6)
+
+
+def test_rule_maximises_tokens_less_their_price() -> None:
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(200):
+        costs = np.sort(rng.uniform(1, 3, 4)).astype(np.float32)
+        promised = np.sort(rng.uniform(0, 4, 4)).astype(np.float32)
+        spent, hoped, kept = rng.uniform(0, 50, 3).astype(np.float32)
+        emitted = int(rng.integers(1, 100))
+        choice = choose_budget(
+            jnp.asarray(promised), jnp.int32(1), jnp.int32(emitted), Ledger(jnp.asarray(costs), spent, hoped, kept)
+        )
+        gains = (kept + 10) / (hoped + 10) * promised - emitted / (spent + costs[0]) * costs
+        assert int(choice) == int(np.argmax(gains))
+        seen.add(int(choice))
+    assert seen == {0, 1, 2, 3}
+
+
+def test_first_round_takes_a_token_from_the_cheapest_round_as_the_price() -> None:
+    """One token in one second so far: 4 nodes more for 0.3 s have to promise more than 0.3 tokens."""
+    ledger = start_ledger(jnp.array([1.0, 1.3]))
+    for more, expected in ((0.29, 0), (0.31, 1)):
+        assert int(choose_budget(jnp.array([0.5, 0.5 + more]), jnp.int32(1), jnp.int32(1), ledger)) == expected
+
+
+@pytest.mark.parametrize(("method", "seconds"), [("tfm", (1.0, 1.3, 2.5)), ("ddtree", (1.0, 1.03, 1.1))])
+def test_text_is_the_targets_own_and_budgets_differ(
+    method: Literal["tfm", "ddtree"], seconds: tuple[float, ...]
+) -> None:
+    engine = loop_engine(LOOP)
+    costs = Costs(COSTS.budgets, seconds, method, "cpu", "float32", 64)
+    options = {"method": method, "budget": "auto", "costs": costs, "max_new_tokens": 24, "ignore_eos": True}
+    sampled = {"temperature": TEMPERATURES, "seed": SEEDS}
+    batch = engine.generate([*prompts(LOOP), *prompts(LOOP)], **options, **sampled)
+    assert [generation.token_ids for generation in batch] == plain(LOOP)
+    alone = engine.generate([prompts(LOOP)[0]], **options)[0]
+    streamed = [(step.nodes, step.committed) for step in engine.stream(prompts(LOOP)[0], **options)][1:]
+    assert [(r.nodes, r.committed) for r in alone.rounds] == streamed
+    assert alone.token_ids == plain(LOOP)[0]
+    nodes = {stats.nodes for stats in alone.rounds}
+    assert len(nodes) > 1
+    assert nodes <= set(COSTS.budgets)
+
+
+def law_of(*, sees_coin: bool) -> float:
+    """Probability that token 0 is emitted: p = (1/2, 1/2), one child with token 0 that a rule may drop."""
+    small = DraftTree(*(jnp.asarray(x)[None] for x in ([7], [-1], [0], [True], [0.0], [[True]])))
+    tree = DraftTree(
+        *(jnp.asarray(x)[None] for x in ([7, 0], [-1, 0], [0, 1], [True] * 2, [0.0, -0.7], [[True, False], [True] * 2]))
+    )
+    law = []
+    for coin in (np.arange(64, dtype=np.float32) + 0.5) / 64:
+        chosen = small if sees_coin and coin < 1 / 2 else tree  # drops the child just when it would be accepted
+        nodes = chosen.tokens.shape[1]
+        noise = Noise(jnp.zeros((1, nodes)), jnp.full((1, nodes), coin))
+        verdict = target_only(chosen, jnp.full((1, nodes, 2), 0.5), noise, max_depth=1)
+        rest = verdict.rest[0] / verdict.rest[0].sum()
+        law.append(1.0 if int(verdict.count[0]) > 1 else float(rest[0]))
+    return float(np.mean(law))
+
+
+def test_a_rule_that_sees_the_draw_breaks_the_law() -> None:
+    """Why a choice must not look at the target's coins where these are used up by what it chooses."""
+    assert law_of(sees_coin=False) == pytest.approx(0.5, abs=1e-9)
+    assert law_of(sees_coin=True) == pytest.approx(0.25, abs=1e-9)
+
+
+def test_table_survives_the_disk_and_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_costs(path, COSTS)
+    assert read_costs(path) == COSTS
+    with pytest.raises(TfmError, match="no cost table at"):
+        read_costs(tmp_path / "missing.json")
+    values = json.loads(path.read_text())
+    for change, words in (
+        ({"format": 2}, "another format"),
+        ({"budgets": [7, 3, 15]}, "ascending budgets"),
+        ({"seconds": [1.0, 0.0, 2.0]}, "each with its seconds"),
+        ({"seconds": [1.0]}, "each with its seconds"),
+        ({"budgets": "many"}, "is no cost table"),
+    ):
+        path.write_text(json.dumps(values | change))
+        with pytest.raises(TfmError, match=words):
+            read_costs(path)
+    with pytest.raises(TfmError, match="cannot be written"):
+        write_costs(tmp_path / "missing" / "costs.json", COSTS)
+
+
+def test_calibration_times_every_budget() -> None:
+    costs = measure_costs(loop_engine(LOOP), budgets=(7, 3), context=8, rounds=1)
+    assert (costs.budgets, costs.method, costs.dtype, costs.context) == ((3, 7), "tfm", "float32", 8)
+    assert min(costs.seconds) > 0
+    for options, words in (({"method": "chain"}, "calibrate tfm or ddtree"), ({"budgets": (7,)}, "at least two")):
+        with pytest.raises(TfmError, match=words):
+            measure_costs(loop_engine(LOOP), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"costs": COSTS, "method": "chain"}, "choose tfm or ddtree"),
+        ({"costs": COSTS, "method": "ddtree"}, "the table of costs is for tfm"),
+        ({"costs": Costs((3,), (1.0,), "tfm", "gpu X", "float32", 8)}, "holds for gpu X in float32"),
+        ({}, "no cost table at"),
+    ],
+)
+def test_budget_auto_names_what_is_missing(options: dict[str, object], words: str) -> None:
+    with pytest.raises(TfmError, match=words):
+        loop_engine(LOOP).generate([[1]], budget="auto", **options)
