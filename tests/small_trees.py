@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from exact import Outcomes, SmallTree, emitted_masses, make_small_tree, mark_ancestors, prefix_errors, sequence_law
 from exact import target_law as law_of_target
-from weavers import golden_group
+from weavers import golden_group, jit_quickly
 
 from tfm_jax.tree import DraftTree
 
@@ -53,6 +54,12 @@ def assert_lossless(small: SmallTree, outcomes: Outcomes | np.ndarray) -> None:
         outcomes = emitted_masses(small, outcomes)
     np.testing.assert_allclose(outcomes.sum(), 1, atol=1e-10)
     np.testing.assert_allclose(prefix_errors(small, outcomes), 0, atol=1e-10)
+
+
+@functools.cache
+def compiled(rule: Callable, depth: int) -> Callable:
+    """A verifier with its static depth, jitted once."""
+    return jit_quickly(functools.partial(rule, max_depth=depth))
 
 
 @functools.cache

@@ -24,6 +24,8 @@ from tfm_jax.request import check_request
 from tfm_jax.sampling import gumbel_noise
 from tfm_jax.text import StopText, Tokenizer
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 2, 6], [1], [3, 3, 0, 7, 4], [2, 6]]
 NEW = 24
 MIXED = {

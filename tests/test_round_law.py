@@ -35,6 +35,8 @@ RULES: tuple[tuple[Method, Verifier], ...] = (
     ("chain", "rejection"),
     ("ar", "target_only"),
 )
+
+pytestmark = pytest.mark.slow
 DRAWS = 20_000
 LEAST_P = 1e-5  # some 120 statistics at fixed seeds: a right program fails here once in 800 sets of seeds
 texts = functools.cache(draw)
