@@ -147,7 +147,7 @@ class Acceptance:
             )
             print(f"{_label(setting)}: done", file=sys.stderr, flush=True)
         groups = group_prompts(sets)
-        mismatches = find_mismatches(engine, prompts, runs) if engine.dtype == jnp.float32 else []
+        mismatches = find_mismatches(engine, prompts, runs, self.seed) if engine.dtype == jnp.float32 else []
         rows = []
         for setting, run in runs.items():
             timings, reference = self._time(engine, prompts, groups, setting), _reference(runs, setting.temperature)
@@ -443,8 +443,10 @@ def compare_methods(runs: dict[Setting, Run], groups: Groups, seed: int) -> list
     return comparisons
 
 
-def find_mismatches(engine: Engine, prompts: list[list[int]], runs: dict[Setting, Run]) -> list[dict[str, Any]]:
-    """Texts that are not the reference's, where they part, and for greedy ones the target's top-2 margin there.
+def find_mismatches(
+    engine: Engine, prompts: list[list[int]], runs: dict[Setting, Run], seed: int
+) -> list[dict[str, Any]]:
+    """Texts that are not the reference's, where they part, and how far the target's two best choices are apart there.
 
     A margin of some 1e-6 is a tie that another order of the same sums may decide otherwise; a larger one is a fault.
     """
@@ -455,7 +457,8 @@ def find_mismatches(engine: Engine, prompts: list[list[int]], runs: dict[Setting
             if ours != theirs:
                 pairs = enumerate(itertools.zip_longest(ours, theirs))
                 index = next(index for index, (our, their) in pairs if our != their)
-                margin = None if setting.temperature else engine.top2_margin(prompt, theirs, index)
+                drawn = {"temperature": setting.temperature, "seed": seed + number}
+                margin = engine.top2_margin(prompt, theirs, index, **drawn)
                 mismatches.append(setting._asdict() | {"prompt": number, "index": index, "top2_margin": margin})
     return mismatches
 

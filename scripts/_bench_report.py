@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 type Rows = Sequence[dict[str, Any]]
 
+_PARETO = {"steps": "dependent steps of the Weaver", "expanded": "nodes that the Weaver expands"}
 _TREE_FIGURES = (("acceptance_length", ""), ("difference", "+"))
 
 
@@ -110,17 +112,19 @@ def plot_pareto(rows: Rows, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     temperatures, last = _values(rows, "temperature"), _values(rows, "set")[-1]
-    figure, axes = plt.subplots(len(temperatures), 2, figsize=(9, 3.4 * len(temperatures)), squeeze=False)
+    markers = dict(zip(_values(rows, "schedule"), itertools.cycle("os^vDP*X<>hp"), strict=False))
+    figure, axes = plt.subplots(len(temperatures), 2, figsize=(10, 3.2 * len(temperatures)), squeeze=False)
     for line, temperature in zip(axes, temperatures, strict=True):
-        for axis, (name, label) in zip(
-            line, (("steps", "dependent steps"), ("expanded", "nodes expanded")), strict=True
-        ):
-            for row in rows:
-                if (row["set"], row["temperature"]) == (last, temperature):
-                    axis.plot(row[name], row["acceptance_length"], marker="o")
-                    axis.annotate(row["schedule"], (row[name], row["acceptance_length"]), fontsize=6)
-            axis.set(title=f"{last}, temperature {temperature:g}", xlabel=label, ylabel="tokens a round")
+        drawn = [row for row in rows if (row["set"], row["temperature"]) == (last, temperature)]
+        for axis, name in zip(line, ("steps", "expanded"), strict=True):
+            for row in drawn:
+                length, marker = row["acceptance_length"], markers[row["schedule"]]
+                axis.plot(row[name], length, marker, markersize=7, alpha=0.7, label=row["schedule"])
+            axis.set(title=f"{last}, temperature {temperature:g}", xlabel=_PARETO[name], ylabel="tokens a round")
             axis.set_xscale("log", base=2)
+            axis.set_xticks(sorted({row[name] for row in drawn}), sorted({row[name] for row in drawn}), fontsize=7)
+            axis.minorticks_off()
+    axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7)
     _save(figure, path)
 
 

@@ -111,8 +111,22 @@ def test_prompts_are_beginnings_that_leave_room() -> None:
 
 
 def test_ar_comes_first_and_once() -> None:
-    settings = list_settings(("tfm", "ar", "tfm"), (0.0,), (7, 63))
-    assert settings == (("ar", 0.0, 0), ("tfm", 0.0, 7), ("tfm", 0.0, 63))
+    settings = list_settings(("tfm", "ar", "tfm"), (0.0, 1.0), (7, 63), ("shared", "none"))
+    greedy = (("ar", 0.0, 0, "none"), ("tfm", 0.0, 7, "none"), ("tfm", 0.0, 63, "none"))  # no noise to share
+    sampled = [("tfm", 1.0, budget, noise) for budget in (7, 63) for noise in ("shared", "none")]
+    assert settings == (*greedy, ("ar", 1.0, 0, "none"), *sampled)
+
+
+def test_sharing_noise_is_compared_with_not_sharing_it() -> None:
+    runs = {
+        Setting("chain", 1.0, 15, "shared"): run_of([3, 5]),
+        Setting("chain", 1.0, 15): run_of([2, 2]),
+        Setting("tfm", 1.0, 15): run_of([4, 4]),
+    }
+    compared = {(item["method"], item["against"], item["draft_noise"]): item["difference"] for item in (
+        compare_methods(runs, {"val": [0, 1]}, seed=0)
+    )}  # fmt: skip
+    assert compared == {("chain", "no noise", "shared"): 2, ("tfm", "chain", "none"): 2}
 
 
 @pytest.fixture(scope="module")

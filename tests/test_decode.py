@@ -14,6 +14,7 @@ from goldens import LOOP_TARGETS, largest_difference, loop, loop_engine, plain, 
 import tfm_jax
 from tfm_jax.config import METHODS, DecodePlan, Method
 from tfm_jax.decode import RoundOutput, bind, speculative_round, verify_and_commit
+from tfm_jax.sampling import gumbel_noise
 from tfm_jax.state import DecodeState, DeltaState
 from tfm_jax.tree import top_candidates
 
@@ -265,3 +266,17 @@ def test_plan_depths() -> None:
     models = loop_engine("loop_qwen3_5").models
     depths = {method: DecodePlan(models, method, 5, sample=False).depth for method in METHODS}
     assert depths == {"tfm": 15, "ddtree": 5, "chain": 5, "ar": 0}
+
+
+def test_margin_is_that_of_the_draw() -> None:
+    """Logits plus noise: the chosen token is the best, and the margin its lead over the second."""
+    engine, prompt, drawn = loop_engine("loop_qwen3_5"), prompts("loop_qwen3_5")[0], {"temperature": 1.3, "seed": 5}
+    text = engine.generate([prompt], method="ar", max_new_tokens=4, ignore_eos=True, **drawn)[0].token_ids
+    for index in (0, 3):
+        context = [*prompt, *text[:index]]
+        logits = engine.next_logits(context)
+        noise = gumbel_noise(jnp.array([5]), jnp.array([[len(context) - 1]]), len(logits))
+        field = logits + 1.3 * np.asarray(noise)[0, 0]
+        assert int(np.argmax(field)) == text[index]
+        lead = field[text[index]] - np.delete(field, text[index]).max()
+        assert engine.top2_margin(prompt, text, index, **drawn) == pytest.approx(lead, rel=1e-5)

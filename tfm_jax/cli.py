@@ -35,7 +35,7 @@ class Comparison:
     Attributes:
         tokens_per_second: of plain decoding, over the whole batch.
         first_difference: index of the first new token that differs; None where all are equal.
-        top2_margin: gap between the target's two largest logits there.
+        top2_margin: gap between the target's two best choices there, logits plus noise.
     """
 
     tokens_per_second: float | None
@@ -219,13 +219,16 @@ def _measure(
     if not options.compare_ar:
         return generations, [None] * len(batch)
     plain = engine.generate(batch, **_settings(options, "ar"))
-    return generations, [_compare(engine, *pair) for pair in zip(generations, plain, strict=True)]
+    return generations, [_compare(engine, *pair, options) for pair in zip(generations, plain, strict=True)]
 
 
-def _compare(engine: Engine, generation: Generation, plain: Generation) -> Comparison:
+def _compare(engine: Engine, generation: Generation, plain: Generation, options: Generate) -> Comparison:
     pairs = itertools.zip_longest(generation.token_ids, plain.token_ids)
     index = next((index for index, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-    margin = None if index is None else engine.top2_margin(plain.prompt_token_ids, plain.token_ids, index)
+    margin = None
+    if index is not None:
+        drawn = {"temperature": options.temperature, "seed": options.seed}
+        margin = engine.top2_margin(plain.prompt_token_ids, plain.token_ids, index, **drawn)
     return Comparison(plain.tokens_per_second, index is None, index, margin)
 
 
@@ -300,7 +303,7 @@ def _comparison_notes(comparisons: list[Comparison], rate: float | None) -> Iter
         where = f"prompt {number}: " if len(comparisons) > 1 else ""
         yield (
             f"{where}tokens differ first at new token {item.first_difference}, "
-            f"where the target's two best logits are {item.top2_margin:.2g} apart"
+            f"where the target's two best choices are {item.top2_margin:.2g} apart"
         )
 
 

@@ -33,7 +33,7 @@ from tfm_jax.decode import (
 from tfm_jax.errors import require
 from tfm_jax.request import Options, Request, check_request, round_up
 from tfm_jax.runtime import default_dtype, device_name
-from tfm_jax.sampling import Logprobs
+from tfm_jax.sampling import Logprobs, gumbel_noise
 from tfm_jax.state import DecodeState
 from tfm_jax.text import StopText, Tokenizer
 from tfm_jax.weaver import WeaverTables
@@ -234,9 +234,20 @@ class Engine:
         logits = jax.jit(lambda params, feature: bind(self.models, params).target.logits(feature))
         return np.asarray(logits(self.params, state.feature), np.float32)[0]
 
-    def top2_margin(self, prompt: Sequence[int], token_ids: Sequence[int], index: int) -> float:
-        """Gap between the target's two largest logits where `token_ids[index]` was chosen."""
-        first, second = np.sort(self.next_logits([*prompt, *token_ids[:index]]))[-1:-3:-1]
+    def top2_margin(
+        self,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        index: int,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> float:
+        """Gap between the two best choices where `token_ids[index]` was chosen: logits plus noise, without filters."""
+        context = [*prompt, *token_ids[:index]]
+        logits, last = self.next_logits(context), jnp.array([[len(context) - 1]], jnp.int32)
+        noise = gumbel_noise(jnp.array([seed], jnp.int32), last, len(logits))
+        first, second = np.sort(logits + temperature * np.asarray(noise)[0, 0])[-1:-3:-1]
         return float(first - second)
 
     def _check(self, prompts: Sequence[Sequence[int]], options: Options) -> Request:
