@@ -21,7 +21,7 @@ FIELDS = {
     *("prompt_token_ids", "token_ids", "text", "finish_reason", "rounds", "acceptance_length", "accepted_by_depth"),
     *("tokens_per_second", "prefill_seconds", "warmup_seconds", "peak_memory_bytes", "method", "budget", "seed"),
     *("temperature", "top_k", "top_p", "min_p", "filter_order", "logit_bias", "verifier", "stop", "logprobs"),
-    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "tree", "spine", "draft_noise"),
 }
 NEW_TOKENS = 48
 SMALL = ("--budget", "7", "--max-new-tokens", "24")
@@ -94,6 +94,26 @@ def test_a_file_runs_as_a_batch(
         assert len(result["accepted_by_depth"]) == 7
         check_rounds(result)
     assert len({result["tokens_per_second"] for result in results}) == 1  # the batch's total
+
+
+@pytest.mark.slow
+def test_calibrated_budgets_change_no_token(
+    capsys: pytest.CaptureFixture[str], loop_checkpoint: Path, golden: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """From the table to the choice: every round verifies one of the calibrated budgets, and --costs is needed."""
+    table, model = tmp_path / "costs.json", ("--model", str(loop_checkpoint))
+    timed = ("--budgets", "3", "7", "--context", "8", "--rounds", "1", "--output", str(table))
+    assert main(["calibrate", *model, *timed]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in shown] == ["budget 3", "budget 7", str(table)]
+    prompt = golden["prompt0/ids"]
+    arguments = (*model, "--token-ids", ids(prompt), "--max-new-tokens", NEW_TOKENS, "--budget", "auto")
+    (result,) = generate(capsys, *arguments, "--costs", table)
+    assert result["prompt_token_ids"] + result["token_ids"] == golden["prompt0/greedy_ids"].tolist()
+    assert result["budget"] == "auto"
+    assert {step["nodes"] for step in result["rounds"]} <= {3, 7}
+    assert main(["generate", *map(str, arguments)]) == 2
+    assert "no cost table at" in capsys.readouterr().err
 
 
 def test_plain_decoding_has_rounds_of_one_token(

@@ -43,7 +43,8 @@ def test_every_round_equals_the_golden_loop(name: str, method: Method, budget: i
     for prompt in range(3):
         at = f"prompt{prompt}/{mode}"
         ids = golden[f"prompt{prompt}/ids"].tolist()
-        first, *rounds = list(engine.stream(ids, method=method, budget=budget, max_new_tokens=NEW, ignore_eos=True))
+        options = {"method": method, "budget": budget, "tree": "reference", "max_new_tokens": NEW, "ignore_eos": True}
+        first, *rounds = list(engine.stream(ids, **options))
         emitted = list(first.tokens)
         for index, step in enumerate(rounds):
             trace = step.trace

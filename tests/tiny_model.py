@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from filter_cases import FilterCase, filtered_law
 
-from tfm_jax.config import DecodePlan, Method, Models, Verifier
+from tfm_jax.config import DecodePlan, Method, Models, TreePlan, Verifier
 from tfm_jax.decode import Params, bind, emit_first, empty_state, prefill_piece, run_rounds, start_transcript
 from tfm_jax.objectives import drafter_network, target_network, weaver_network
 from tfm_jax.presets import tiny_trio
@@ -120,7 +120,8 @@ def draw_batch(
     jitted_write: Callable = _write,
 ) -> np.ndarray:
     """One batch: row i has the filters of case `of_row[i]` and its own seed."""
-    plan = DecodePlan(MODELS, method, BUDGET, sample=True, verifier=verifier)
+    tree = TreePlan(pruned=method == "tfm", shared_noise=verifier == "target_only" and method != "ar")
+    plan = DecodePlan(MODELS, method, BUDGET, sample=True, verifier=verifier, tree=tree)
     temperature, filters = _mixed(cases, of_row)
     asked = {"temperature": temperature, "filters": filters, "seed": jnp.asarray(seeds, jnp.int32)}
     state = _first(params(), dataclasses.replace(_prefilled(method == "ar"), **asked))

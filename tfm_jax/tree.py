@@ -219,15 +219,15 @@ def best_first_tree[Carry](
     depth, pool = candidate_ids.shape[1:]
     width = default_width(budget) if width is None else width
     expand = min(8, pool) if expand is None else expand
-    groups = -(-budget // width) if steps is None else steps
-    if spine and groups < min(budget, depth):
-        message = f"A spine of {min(budget, depth)} nodes needs as many steps, not {groups}; use a smaller width."
-        raise TfmError(message)
     if not 1 <= width <= min(budget, MAX_WIDTH):
         message = f"The tree's width is {width}; use 1 to {min(budget, MAX_WIDTH)}."
         raise TfmError(message)
     if not 1 <= expand <= pool:
         message = f"The tree's expand is {expand}; use 1 to {pool}, the candidates of each depth."
+        raise TfmError(message)
+    groups = -(-budget // width) if steps is None else steps
+    if spine and groups < min(budget, depth):
+        message = f"A spine of {min(budget, depth)} nodes needs as many steps, not {groups}; use a smaller width."
         raise TfmError(message)
     if groups < 1:
         message = f"The tree's steps are {groups}; use at least 1."
