@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from convert.hub import WEAVER_FILES, resolve
-from tfm_jax.errors import TfmError
+from tfm_jax.errors import TfmError, one_sentence
 
 _USER_ERROR, _INTERRUPTED = 2, 130
 
@@ -101,17 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = words.pop(0) if words[:1] and words[0] in _COMMANDS else "convert"
     prog = "tfm-convert" if command == "convert" else f"tfm-convert {command}"
     try:
-        options = tyro.cli(
-            _COMMANDS[command], prog=prog, args=words, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-        )
+        with one_sentence(prog):
+            options = tyro.cli(
+                _COMMANDS[command], prog=prog, args=words, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+            )
         print(_run(options), end="")
     except TfmError as error:
         print(f"error: {error}", file=sys.stderr)
         return _USER_ERROR
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except SystemExit as end:  # tyro has printed the help or what is wrong with the options
-        return end.code if isinstance(end.code, int) else _USER_ERROR
+    except SystemExit:  # tyro has printed the help
+        return 0
     return 0
 
 

@@ -194,7 +194,7 @@ def parse_drafter(values: Json, place: str, *, target_layers: int) -> DrafterCon
     top = Keys(place, values)
     keys = Keys(place, top.nested("dflash_config"), values, top.nested("transformer_layer_config"))
     if keys.get("mask_token_id") is None:
-        keys.refuse("mask_token_id", "a DFlash drafter states it")
+        keys.refuse("mask_token_id", "a DFlash drafter states it (a target belongs to --target)")
     keys.check_neutral(_NEUTRAL_DRAFTER)
     _check_architecture(top)
     kind = Keys(place, top.nested("transformer_layer_config"), values)

@@ -17,7 +17,7 @@ from convert.pth_io import PthReader
 from convert.rules import Model, map_drafter, map_target, map_weaver
 from convert.safetensors_io import SafetensorsReader
 from tfm_jax.config import DrafterConfig, TargetConfig, WeaverConfig
-from tfm_jax.errors import TfmError
+from tfm_jax.errors import TfmError, require
 
 Name = Literal["target", "drafter", "weaver"]
 Dtype = Literal["bfloat16", "float32"]
@@ -129,6 +129,9 @@ def inspect_checkpoint(path: Path, *, context: int | None = None, dtype: Dtype =
     """
     source: Mapping[str, Any] = {}
     if path.is_file():
+        require(
+            path.suffix == ".pth", f"{path} is no .pth file; give the directory of a model, or a Weaver's .pth file."
+        )
         kind, models = "weaver", (_inspect_weaver(path),)
     elif not path.is_dir():
         message = f"{path} does not exist; give a Hugging Face directory, a .pth file or a converted directory."

@@ -152,6 +152,10 @@ def check_conversion(
         TfmError: as `convert_checkpoint`.
     """
     check_free(out)
+    for source in filter(None, (target, drafter)):
+        if out.resolve().is_relative_to(source.resolve()):
+            message = f"{out} lies inside {source}, which is being converted; choose another OUT."
+            raise TfmError(message)
     config, models = read_sources(target, drafter, weaver, revisions)
     pieces = expected_pieces(config)
     origin = _identify(config, models, dtype)

@@ -75,7 +75,8 @@ class PthReader:
     def __init__(self, file: Path) -> None:
         self._file = file
         if not file.is_file():
-            message = f"{file} does not exist; give the Weaver's .pth file."
+            fault = "is a directory" if file.is_dir() else "does not exist"
+            message = f"{file} {fault}; give the Weaver's .pth file."
             raise TfmError(message)
         with file.open("rb") as start:
             if start.read(1) == _BARE_PICKLE:

@@ -58,7 +58,8 @@ def plot_methods(rows: Rows, path: Path) -> None:
             at = [places[_label(row)] + shift for row in drawn]
             axis.errorbar(at, lengths, yerr=(below, above), fmt="o", capsize=3, label=f"temperature {temperature:g}")
         axis.set_xticks(list(places.values()), list(places))
-        axis.set(title=name, ylim=(0, None))
+        axis.set(title=name)
+    axes[0, 0].set_ylim(bottom=0)
     axes[0, 0].set_ylabel("tokens a round")
     axes[0, 0].legend(loc="lower right")
     _save(figure, path)

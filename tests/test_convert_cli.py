@@ -54,6 +54,31 @@ def test_a_dry_run_says_what_a_run_does_and_writes_nothing(tmp_path: Path, capsy
     assert values > 2 * int(parameters.replace(",", ""))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--targt", "x"], "tfm-convert --help"),
+        (["inspect"], "tfm-convert inspect --help"),
+        ([*TRIO, "--out", "out", "--dtype", "int8"], "int8"),
+        (["--target", str(HYBRID), "--out", str(HYBRID / "out")], "lies inside"),
+        (["--target", str(HYBRID), "--weaver", str(HYBRID), "--out", "out"], "is a directory; give the Weaver's .pth"),
+        (["inspect", str(HYBRID / "config.json")], "is no .pth file"),
+        (["--target", str(HYBRID), "--drafter", str(HYBRID), "--out", "out"], "a target belongs to --target"),
+    ],
+)
+def test_mistaken_options_are_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_dry_run_of_the_full_27b_takes_less_than_two_seconds(tmp_path: Path) -> None:
     """Of processor time, imports included: the machine may be busy."""
     write_synthetic(Options("qwen3.6-27b", tmp_path / "hf", headers_only=True))

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sources import GOLDENS, HYBRID, TRIO, array_files
 
 from convert.pipeline import check_conversion, convert_checkpoint
-from tfm_jax.checkpoint import expected_pieces, load_checkpoint, read_config
+from tfm_jax.checkpoint import CheckpointWriter, expected_pieces, load_checkpoint, read_config
 from tfm_jax.errors import TfmError
 
 TINY = GOLDENS / "qwen3_tied"
@@ -155,11 +156,33 @@ def test_other_sources_or_options_start_anew(change: str, tmp_path: Path) -> Non
 
 def test_two_runs_at_once_do_not_mix(tmp_path: Path) -> None:
     interrupt(tmp_path / "out", 0.5, target=TINY)
-    with (tmp_path / "out.partial/journal.jsonl").open() as journal:
-        fcntl.flock(journal, fcntl.LOCK_EX)
-        with pytest.raises(TfmError, match=r"out\.partial is being written by another process"):
-            convert_checkpoint(TINY, tmp_path / "out")
+    lock = os.open(tmp_path / "out.partial", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(TfmError, match=r"out\.partial is being written by another process"):
+        convert_checkpoint(TINY, tmp_path / "out")
+    os.close(lock)
     assert convert_checkpoint(TINY, tmp_path / "out").resumed > 0
+
+
+def test_a_second_writer_takes_nothing_from_the_first(tmp_path: Path, undisturbed: Path) -> None:
+    """Both begin before either writes; the second is refused, in whatever way it starts, and removes nothing."""
+    config, out = read_config(undisturbed), tmp_path / "out"
+    pieces = {
+        name: {path: np.zeros(shape, np.float32) for path, shape in shapes.items()}
+        for name, shapes in expected_pieces(config).items()
+    }
+    first, second = CheckpointWriter(out, config), CheckpointWriter(out, config)
+    with first:
+        for number, (name, arrays) in enumerate(pieces.items()):
+            first.write_piece(name, arrays)
+            if number == 1:
+                with pytest.raises(TfmError, match="being written by another process"), second:
+                    second.write_piece(name, arrays)
+                with pytest.raises(TfmError, match="being written by another process"):
+                    CheckpointWriter(out, config)
+        first.finish()
+    assert array_files(out).keys() == array_files(undisturbed).keys()
+    load_checkpoint(out)
 
 
 # Disks

@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -63,18 +64,18 @@ class CheckpointWriter:
         self._origin = origin
         self._pieces = expected_pieces(config)
         self._journal: IO[str] | None = None
+        self._lock: int | None = None  # descriptor of OUT.partial; what lies there is ours as long as we have it
         self._arrays = ArrayWriter()
         self._keep = self._done = False
         self.finished: dict[str, Note] = {}
         check_free(out)
         with self._disk_errors():
-            if origin and (self._partial / _JOURNAL).is_file():
-                self._open_journal()
-                self.finished = finished_pieces(out, config, origin)
-            if not self.finished:
-                self._close_journal()
-                if self._partial.exists():
-                    shutil.rmtree(self._partial)
+            if self._partial.exists():
+                self._own_partial()
+                if origin and (self._partial / _JOURNAL).is_file():
+                    self.finished = finished_pieces(out, config, origin)
+                if not self.finished:
+                    _empty(self._partial)
         self._sealer = concurrent.futures.ThreadPoolExecutor(1)
         self._sealing: concurrent.futures.Future[None] | None = None
 
@@ -83,13 +84,16 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._sealer.shutdown()
-        self._close_journal()
-        interrupted = kind is not None and not issubclass(kind, Exception)
-        if self._done:
+        if self._journal is not None:
+            self._journal.close()
+        if self._lock is None:
             return
+        interrupted = kind is not None and not issubclass(kind, Exception)
         kept = self.finished and self._origin and (self._keep or interrupted)
-        for remains in self._partial.rglob(f"*{_UNFINISHED}") if kept else [self._partial]:
-            shutil.rmtree(remains, ignore_errors=True)
+        if not self._done:
+            for remains in self._partial.rglob(f"*{_UNFINISHED}") if kept else [self._partial]:
+                shutil.rmtree(remains, ignore_errors=True)
+        os.close(self._lock)
 
     @property
     def missing(self) -> dict[str, dict[str, Shape]]:
@@ -179,17 +183,34 @@ class CheckpointWriter:
         if self._sealing is not None:
             self._sealing.result()
 
+    def _own_partial(self) -> None:
+        """Makes OUT.partial if it is missing, and locks it for this writer.
+
+        The lock is on the directory itself: it stays with it when it gets its last name, and one that its owner has
+        removed in the meantime is told by its number.
+        """
+        while self._lock is None:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(lock), self._partial.stat()):
+                        self._lock = lock
+                except BlockingIOError as error:
+                    message = (
+                        f"{self._partial} is being written by another process; let it finish or choose another OUT."
+                    )
+                    raise TfmError(message) from error
+                finally:
+                    if self._lock is None:
+                        os.close(lock)
+
     def _open_journal(self) -> None:
-        self._partial.mkdir(parents=True, exist_ok=True)
+        self._own_partial()
         file = self._partial / _JOURNAL
         new = not file.is_file()
         self._journal = file.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._close_journal()
-            message = f"{self._partial} is being written by another process; let it finish or choose another OUT."
-            raise TfmError(message) from error
         if new:
             self._note({"origin": self._origin})
 
@@ -198,11 +219,6 @@ class CheckpointWriter:
             self._journal.write("\n" + json.dumps(line))  # the break first: a line that a kill cut short ends there
             self._journal.flush()
             sync(self._partial / _JOURNAL)
-
-    def _close_journal(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
-            self._journal = None
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Generator[None, None, None]:
@@ -290,3 +306,11 @@ class _Parts:
             self.shape = (self.shape[0] + len(block), *self.shape[1:])
             yield block
             self.following = next(self._rest, None)
+
+
+def _empty(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from tfm_jax.config import DraftNoise, FilterOrder, Method, TreeKind, Verifier
-from tfm_jax.errors import TfmError, require
+from tfm_jax.errors import TfmError, one_sentence, require
 
 type Prompt = str | list[int]
 
@@ -110,31 +107,19 @@ class Calibrate:
 
 
 def parse_arguments(arguments: list[str]) -> Generate | Calibrate:
-    """The options; tyro's framed message about a mistake becomes one sentence."""
-    framed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(framed):
-            return tyro.extras.subcommand_cli_from_dict(
-                {"generate": Generate, "calibrate": Calibrate},
-                prog="tfm",
-                description="Lossless tree speculation. `tfm --version` names jax, the device and the kernels.",
-                args=arguments,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        command = arguments[0] if arguments[:1] == ["calibrate"] else "generate"
-        message = f"{_first_paragraph(framed.getvalue())} See: tfm {command} --help"
-        raise TfmError(message) from None
+    """The options.
 
-
-def _first_paragraph(framed: str) -> str:
-    """What tyro's frame says between its title and its first rule, on one line."""
-    framed = re.sub(r"\x1b\[[0-9;]*m", "", framed)  # colours
-    title, *paragraphs = re.split(r"(?m)^.*[─-]{10}.*$", framed)
-    sentence = " ".join((paragraphs or [title])[0].replace("│", " ").split())
-    return sentence.rstrip(".") + "."
+    Raises:
+        TfmError: one of them is mistaken.
+    """
+    with one_sentence("tfm calibrate" if arguments[:1] == ["calibrate"] else "tfm generate"):
+        return tyro.extras.subcommand_cli_from_dict(
+            {"generate": Generate, "calibrate": Calibrate},
+            prog="tfm",
+            description="Lossless tree speculation. `tfm --version` names jax, the device and the kernels.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+        )
 
 
 def read_prompts(options: Generate) -> list[Prompt]:
@@ -142,6 +127,12 @@ def read_prompts(options: Generate) -> list[Prompt]:
     sources = (options.prompt, options.prompt_file, options.token_ids)
     given = sum(source is not None for source in sources)
     require(given == 1, "give exactly one of --prompt, --prompt-file and --token-ids.")
+    plain = options.verifier == "target_only" or not options.temperature
+    require(
+        plain or not options.compare_ar,
+        f"--compare-ar compares texts, and with --verifier {options.verifier} they differ lawfully; leave one out.",
+    )
+    require(options.logprobs is None or options.json, "--logprobs shows in JSON only; add --json.")
     if options.prompt_file is not None:
         return _read_prompt_file(options.prompt_file)
     if options.token_ids is not None:
