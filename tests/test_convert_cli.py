@@ -21,6 +21,8 @@ from convert.cli import main
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from _synthetic import Options, write_synthetic
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 TRIO = ["--target", str(HYBRID), "--drafter", str(LOOP / "drafter"), "--weaver", str(LOOP / "weaver.pth")]
 NORM = "model.layers.3.self_attn.q_norm.weight"

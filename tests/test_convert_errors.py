@@ -25,6 +25,8 @@ from convert.pipeline import convert_checkpoint
 from tfm_jax.checkpoint import load_checkpoint
 from tfm_jax.errors import TfmError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

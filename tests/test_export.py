@@ -21,6 +21,8 @@ from convert.pth_io import PthReader
 from tfm_jax.config import DrafterConfig
 from tfm_jax.errors import TfmError
 
+pytestmark = pytest.mark.slow
+
 DRAFTERS = {
     "tfm/loop_qwen3_5/drafter": "qwen3_5_untied",
     "dflash_swa_on_qwen3_5_untied": "qwen3_5_untied",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 BOUND = 16 << 20  # bytes that reading may allocate at most; the files have 0.12 MB
 

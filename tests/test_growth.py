@@ -21,6 +21,8 @@ from tfm_jax.errors import TfmError
 from tfm_jax.sampling import gumbel_noise
 from tfm_jax.tree import DraftTree, best_first_tree, ddtree, drop_nodes, first_nodes
 
+pytestmark = pytest.mark.slow
+
 DEPTH, POOL = 4, 5
 
 

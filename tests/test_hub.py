@@ -18,6 +18,8 @@ from convert.hub import DIRECTORY_FILES, WEAVER_FILES, name_source, resolve
 from convert.inspection import inspect_checkpoint
 from tfm_jax.errors import TfmError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 FIRST, SECOND = "1" * 40, "2" * 40
 WEAVER = GOLDENS / "tfm" / "weaver_w1.pth"

@@ -17,7 +17,7 @@ from tfm_jax.state import DeltaState
 LOOPS = ["loop_qwen3_5", "loop_qwen3"]
 BUDGETS = {"loop_qwen3_5": [1, 7, 15, 63, 64, 127], "loop_qwen3": [15, 63]}
 CASES = [
-    pytest.param(name, budget, marks=[] if budget in {7, 63} else pytest.mark.slow)
+    pytest.param(name, budget, marks=[] if budget == 7 else pytest.mark.slow)
     for name in LOOPS
     for budget in BUDGETS[name]
 ]

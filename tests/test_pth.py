@@ -16,6 +16,8 @@ from convert.pipeline import convert_checkpoint
 from convert.pth_io import PthReader
 from tfm_jax.errors import TfmError
 
+pytestmark = pytest.mark.slow
+
 WEAVER = GOLDENS / "tfm" / "weaver_w1.pth"
 MARKER = "weaver_pickle_was_executed.marker"
 

@@ -23,6 +23,8 @@ from convert.pipeline import check_conversion, convert_checkpoint
 from tfm_jax.checkpoint import CheckpointWriter, expected_pieces, load_checkpoint, read_config
 from tfm_jax.errors import TfmError
 
+pytestmark = pytest.mark.slow
+
 TINY = GOLDENS / "qwen3_tied"
 ROOT = Path(__file__).parent.parent
 

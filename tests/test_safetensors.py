@@ -16,6 +16,8 @@ from convert.safetensors_header import MAX_HEADER
 from convert.safetensors_io import SafetensorsReader
 from tfm_jax.errors import TfmError
 
+pytestmark = pytest.mark.slow
+
 SHARDED = GOLDENS / "qwen3_5_vl_tied"
 
 

@@ -14,6 +14,8 @@ from convert.safetensors_io import SafetensorsReader
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from _synthetic import Options, write_synthetic
 
+pytestmark = pytest.mark.slow
+
 
 # The bytes that Qwen/Qwen3.8-27B, of the shapes of 3.6, states for its tensors; parameters of the drafter by hand:
 # 25600·5120 + 2·5120 + 5·(3·17408·5120 + 2·4096·5120 + 2·1024·5120 + 2·5120 + 2·128).

@@ -37,6 +37,8 @@ from tfm_jax.sampling import walk
 from tfm_jax.tree import DraftTree
 from tfm_jax.verifiers import Noise, Verdict, chain_rejection, target_only, traversal
 
+pytestmark = pytest.mark.slow
+
 NODES, VOCAB = 7, 8  # up to 6 draft nodes beside the root; wide enough for 6 siblings
 SMALL_BATCH, BATCH = 64, 512  # rows of a call: two compilations for all shapes
 Rule = Callable[[DraftTree, jax.Array, Noise], Verdict]
