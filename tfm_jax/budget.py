@@ -33,11 +33,11 @@ _PRIOR = 10.0  # tokens: how long scores are taken at their word
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of one round by the most nodes that it verifies, as `tfm calibrate` measured them.
+    """Seconds of one round by the most nodes that it verifies of the largest tree, as `tfm calibrate` measured them.
 
     Attributes:
         budgets: ascending; the root is not counted.
-        seconds: of a round with each of them, drafting included.
+        seconds: of a round with each of them, drafting of the largest tree included.
         method: "tfm" or "ddtree".
         device: that they hold for.
         dtype: compute dtype.

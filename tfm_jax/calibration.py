@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from tfm_jax.budget import Costs
+from tfm_jax.budget import Costs, start_ledger
 from tfm_jax.config import METHODS
 from tfm_jax.engine import Engine
 from tfm_jax.errors import require
@@ -24,8 +26,9 @@ def measure_costs(
     rounds: int = 20,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Costs:
-    """Median seconds of a round of one prompt with each budget, drafting included.
+    """Median seconds of a round of one prompt that drafts the largest tree and verifies so many of its nodes.
 
+    This is what the budget "auto" does, whatever it chooses; a fixed small budget drafts a smaller tree and is faster.
     The tokens do not matter, only how many there are: the prompt is made up.
 
     Args:
@@ -44,9 +47,11 @@ def measure_costs(
     require(context >= 1 and rounds >= 1, f"context is {context} and rounds {rounds}; give at least 1 of each.")
     ordered, seconds = sorted(set(budgets)), []
     prompt = (np.arange(context) % engine.models.target.vocab_size).tolist()
+    most = (rounds + 2) * ((engine.models.drafter.depth if engine.models.drafter else 0) + 1)
     for number, budget in enumerate(ordered, 1):
-        most = (rounds + 2) * ((engine.models.drafter.depth if engine.models.drafter else 0) + 1)
-        state = engine.prefill([prompt], method=method, budget=budget, max_new_tokens=most, ignore_eos=True)
+        state = engine.prefill([prompt], method=method, budget=ordered[-1], max_new_tokens=most, ignore_eos=True)
+        plan = dataclasses.replace(state.plan, tree=dataclasses.replace(state.plan.tree, budgets=(budget,)))
+        state = dataclasses.replace(state, plan=plan, ledger=start_ledger(jnp.ones(1)))  # one budget to choose from
         times = []
         for _ in range(rounds + 2):
             start = time.perf_counter()
