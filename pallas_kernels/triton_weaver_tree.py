@@ -1,0 +1,475 @@
+"""Growth of a Weaver's tree in one persistent Triton kernel; import it only where triton and jax-triton are installed.
+
+The steps of a tree depend on each other and each is short (50 MB of weights, 12 µs of bandwidth on an H200, for a rank
+of 2048), so launches and their ramps cost more than the work. Here one program per multiprocessor stays for all steps;
+they meet at barriers in device memory, six a step:
+
+    query, key, value | attention | output projection | first MLP layer | second | corrected logits of the candidates |
+
+Between the last barrier and the next step's first product every program repeats the choice of children and of the next
+nodes for itself, in registers, so that it needs no seventh. Weights of a phase are loaded before the barrier in front
+of it. A program owns 16 columns of every matrix; a product is 16 columns × nodes, its sum over channels split
+over the warps. All sums have a fixed order.
+
+Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+COLUMNS = tl.constexpr(16)
+LOWEST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+@no_type_check
+def _meet(counter, total):
+    """Barrier of all programs: everything written before it is seen after it. `total` arrivals end the wait.
+
+    Returns a 0 that the compiler does not know to be one: addresses that add it are computed where they are used,
+    not once before all steps, which would take more registers than there are.
+    """
+    tl.debug_barrier()
+    zero = tl.inline_asm_elementwise(
+        """{
+        .reg .pred first, early;
+        .reg .u32 lane, seen;
+        mov.u32 lane, %tid.x;
+        setp.eq.u32 first, lane, 0;
+        @!first bra DONE;
+        red.release.gpu.global.add.u32 [$1], 1;
+        WAIT:
+        ld.acquire.gpu.global.u32 seen, [$1];
+        setp.lt.u32 early, seen, $2;
+        @early bra WAIT;
+        DONE:
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [counter, total],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.debug_barrier()
+    return zero
+
+
+@triton.jit
+@no_type_check
+def _float_key(x):
+    """Order-preserving int64 of a float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+@no_type_check
+def _key_float(key):
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
+def _weights(kernel, column, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """[splits, rank / splits, 16]: a program's columns of a matrix [rank, width]."""
+    share: tl.constexpr = rank // splits
+    channel = tl.arange(0, splits).to(tl.int64)[:, None, None] * share + tl.arange(0, share).to(tl.int64)[None, :, None]
+    return tl.load(kernel + column + (channel * width + tl.arange(0, COLUMNS).to(tl.int64)[None, None, :]))
+
+
+@triton.jit
+@no_type_check
+def _product(weights, x, nodes: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """[16, nodes]: x [nodes, rank] times the weights, rounded."""
+    share: tl.constexpr = rank // splits
+    right = tl.permute(tl.reshape(x, [nodes, splits, share]), (1, 2, 0))
+    return tl.sum(tl.dot(tl.permute(weights, (0, 2, 1)), right, out_dtype=tl.float32), axis=0).to(tl.bfloat16)
+
+
+@triton.jit
+@no_type_check
+def _sum(x, y):
+    """x + y in bfloat16."""
+    return (x.to(tl.float32) + y.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+@no_type_check
+def _norm(x, scale, bias, rank: tl.constexpr):
+    """Biased RMS norm of rows [nodes, rank]."""
+    channel = tl.arange(0, rank)
+    x = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / rank + 1e-6)
+    scale = tl.load(scale + channel).to(tl.float32)
+    bias = tl.load(bias + channel).to(tl.float32)
+    return (x * inverse[:, None] * scale[None, :] + bias[None, :]).to(tl.bfloat16)
+
+
+@triton.jit
+@no_type_check
+def _rows(x, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr):
+    """[nodes, rank] of an activation that other programs wrote; rows from `width` on are zero."""
+    node, channel = tl.arange(0, nodes)[:, None], tl.arange(0, rank)[None, :]
+    return tl.load(x + node * rank + channel, mask=node < width, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+@no_type_check
+def _own(x, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr):
+    """[16, nodes] of an activation: a program's own columns."""
+    node = tl.arange(0, nodes)[None, :]
+    at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
+    return tl.load(x + at, mask=node < width, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+@no_type_check
+def _put(x, value, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr):
+    node = tl.arange(0, nodes)[None, :]
+    at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
+    tl.store(x + at, value, mask=node < width)
+
+
+@triton.jit
+@no_type_check
+def _pick(vector, index, size: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, size) == index, vector, 0))
+
+
+@triton.jit
+@no_type_check
+def grow_kernel(
+    root,
+    candidate_ids,
+    candidate_scores,
+    inputs_table,
+    heads_table,
+    positions,
+    prompt_keys,
+    prompt_values,
+    norm_attn_scale,
+    norm_attn_bias,
+    qkv,
+    out,
+    norm_mlp_scale,
+    norm_mlp_bias,
+    fc1,
+    fc1_bias,
+    fc2,
+    fc2_bias,
+    out_norm_scale,
+    out_norm_bias,
+    counter,
+    tokens,
+    parents,
+    depths,
+    scores,
+    lineage,
+    frontier_scores,
+    frontier_tokens,
+    queries,
+    keys,
+    values,
+    attended,
+    middle,
+    hidden,
+    last,
+    logits,
+    rank: tl.constexpr,
+    heads: tl.constexpr,
+    depth: tl.constexpr,
+    pool: tl.constexpr,
+    width: tl.constexpr,
+    nodes: tl.constexpr,
+    groups: tl.constexpr,
+    groups_padded: tl.constexpr,
+    expand: tl.constexpr,
+    programs: tl.constexpr,
+    splits: tl.constexpr,
+):
+    """Grows the tree; `tfm_jax.tree.best_first_tree` says what the steps are.
+
+    `nodes` is `width` padded to a power of two of at least 8. Frontier entries are [group, node, child], in the order
+    of slots. `lineage[slot]` holds the slot's path, −1 beyond its own depth.
+    """
+    program = tl.program_id(0)
+    column = program * COLUMNS
+    head_dim: tl.constexpr = rank // heads
+    level: tl.constexpr = 16  # a path's length, padded
+    node = tl.arange(0, nodes)
+    channel = tl.arange(0, rank)
+    in_width = node < width
+
+    # The step's nodes: slots first + 0 .. width − 1.
+    first = 0
+    token = tl.where(node == 0, tl.load(root), 0)
+    parent = tl.full((nodes,), -1, tl.int32)
+    node_depth = tl.zeros((nodes,), tl.int32)
+    score = tl.where(node == 0, 0.0, float("-inf"))
+
+    group_at = tl.arange(0, groups_padded)[:, None, None]
+    node_at = tl.arange(0, nodes)[None, :, None]
+    child_at = tl.arange(0, expand)[None, None, :]
+    entry = (group_at * nodes + node_at) * expand + child_at
+    open_scores = tl.full((groups_padded, nodes, expand), float("-inf"), tl.float32)
+    open_info = tl.zeros((groups_padded, nodes, expand), tl.int32)  # token · 32 + depth
+
+    if program == 0:
+        tl.store(tokens + node, token, mask=node == 0)
+        tl.store(parents + node, parent, mask=node == 0)
+        tl.store(depths + node, node_depth, mask=node == 0)
+        tl.store(scores + node, score, mask=node == 0)
+        tl.store(lineage + tl.arange(0, level), tl.where(tl.arange(0, level) == 0, 0, -1))
+
+    arrivals = 0
+    zero = 0
+    weights = _weights(qkv, column, 3 * rank, rank, splits)
+    for group in range(groups):
+        # Query, key, value.
+        row = tl.minimum(node_depth, depth - 1)
+        here = tl.load(inputs_table + token[:, None] * rank + channel[None, :], mask=in_width[:, None], other=0.0)
+        there = tl.load(positions + row[:, None] * rank + channel[None, :], mask=in_width[:, None], other=0.0)
+        x = _norm(_sum(here, there), norm_attn_scale, norm_attn_bias, rank)
+        next_weights = _weights(qkv, rank + column + zero, 3 * rank, rank, splits)
+        _put(queries, _product(weights, x, nodes, rank, splits), column, nodes, width, rank)
+        weights = _weights(qkv, 2 * rank + column + zero, 3 * rank, rank, splits)
+        _put(keys + first * rank, _product(next_weights, x, nodes, rank, splits), column, nodes, width, rank)
+        _put(values + first * rank, _product(weights, x, nodes, rank, splits), column, nodes, width, rank)
+        weights = _weights(out, column + zero, rank, rank, splits)
+        arrivals += programs
+        zero = _meet(counter, arrivals)
+
+        # Attention of a node and a head over the prompt and the node's path.
+        for pair in range(program, width * heads, programs):
+            own, head = pair // heads, pair % heads
+            at = head * head_dim + tl.arange(0, head_dim)
+            step = tl.arange(0, level)
+            own_parent, own_depth = _pick(parent, own, nodes), _pick(node_depth, own, nodes)
+            path = tl.load(lineage + own_parent * level + step, mask=(step < own_depth), other=0)
+            path = tl.where(step == own_depth, first + own, path)
+            query = tl.load(queries + own * rank + at, cache_modifier=".cg").to(tl.float32)
+            in_prompt, in_path = step < depth + 1, step <= own_depth
+            key = tl.load(prompt_keys + step[:, None] * rank + at[None, :], mask=in_prompt[:, None], other=0.0)
+            value = tl.load(prompt_values + step[:, None] * rank + at[None, :], mask=in_prompt[:, None], other=0.0)
+            path_at = path[:, None] * rank + at[None, :]
+            path_key = tl.load(keys + path_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg")
+            path_value = tl.load(values + path_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg")
+            scaling: tl.constexpr = head_dim**-0.5
+            match = tl.sum(query[None, :] * key.to(tl.float32), axis=1) * scaling
+            match = tl.where(in_prompt, match, float("-inf"))
+            path_match = tl.sum(query[None, :] * path_key.to(tl.float32), axis=1) * scaling
+            path_match = tl.where(in_path, path_match, float("-inf"))
+            top = tl.maximum(tl.max(match), tl.max(path_match))
+            match, path_match = tl.exp(match - top), tl.exp(path_match - top)
+            total = tl.sum(match) + tl.sum(path_match)
+            match = (match / total).to(tl.bfloat16).to(tl.float32)
+            path_match = (path_match / total).to(tl.bfloat16).to(tl.float32)
+            mixed = tl.sum(match[:, None] * value.to(tl.float32), axis=0)
+            mixed += tl.sum(path_match[:, None] * path_value.to(tl.float32), axis=0)
+            tl.store(attended + own * rank + at, mixed.to(tl.bfloat16))
+        arrivals += programs
+        zero = _meet(counter, arrivals)
+
+        # Output projection.
+        own_column = column + tl.arange(0, COLUMNS)[:, None]
+        before = tl.load(inputs_table + token[None, :] * rank + own_column, mask=in_width[None, :], other=0.0)
+        there = tl.load(positions + row[None, :] * rank + own_column, mask=in_width[None, :], other=0.0)
+        before = _sum(before, there)
+        x = _product(weights, _rows(attended, nodes, width, rank), nodes, rank, splits)
+        _put(middle, _sum(before, x), column, nodes, width, rank)
+        weights = _weights(fc1, column + zero, rank, rank, splits)
+        arrivals += programs
+        zero = _meet(counter, arrivals)
+
+        # MLP.
+        x = _norm(_rows(middle, nodes, width, rank), norm_mlp_scale, norm_mlp_bias, rank)
+        wide = _sum(_product(weights, x, nodes, rank, splits), tl.load(fc1_bias + own_column)).to(tl.float32)
+        x = (0.5 * wide * (1.0 + tl.math.erf(wide * 0.7071067811865476))).to(tl.bfloat16)
+        _put(hidden, x, column, nodes, width, rank)
+        weights = _weights(fc2, column + zero, rank, rank, splits)
+        arrivals += programs
+        zero = _meet(counter, arrivals)
+        x = _product(weights, _rows(hidden, nodes, width, rank), nodes, rank, splits)
+        x = _sum(x, tl.load(fc2_bias + own_column))
+        _put(last, _sum(_own(middle, column, nodes, width, rank), x), column, nodes, width, rank)
+
+        # Logits: 16 candidates of one node at a time.
+        blocks: tl.constexpr = pool // COLUMNS
+        block = program
+        own = block // blocks
+        candidate = (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        own_row = tl.minimum(_pick(node_depth, own, nodes), depth - 1)
+        ids = tl.load(candidate_ids + own_row * pool + candidate, mask=own < width, other=-1)
+        rows = tl.load(heads_table + tl.maximum(ids, 0)[:, None] * rank + channel[None, :])
+        arrivals += programs
+        zero = _meet(counter, arrivals)
+        while block < width * blocks:
+            result = tl.load(last + own * rank + channel[None, :], cache_modifier=".cg")
+            result = _norm(result, out_norm_scale, out_norm_bias, rank).to(tl.float32)
+            corrected = tl.sum(result * rows.to(tl.float32), axis=1)
+            corrected += tl.load(candidate_scores + own_row * pool + candidate)
+            tl.store(logits + own * pool + candidate, tl.where(ids >= 0, corrected, float("-inf")))
+            block += programs
+            if block < width * blocks:
+                own = block // blocks
+                candidate = (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+                own_row = tl.minimum(_pick(node_depth, own, nodes), depth - 1)
+                ids = tl.load(candidate_ids + own_row * pool + candidate)
+                rows = tl.load(heads_table + tl.maximum(ids, 0)[:, None] * rank + channel[None, :])
+        weights = _weights(qkv, column + zero, 3 * rank, rank, splits)
+        arrivals += programs
+        zero = _meet(counter, arrivals)
+
+        # Children: the best of each node.
+        option = tl.arange(0, pool)[None, :]
+        logit = tl.load(
+            logits + node[:, None] * pool + option, mask=in_width[:, None], other=float("-inf"), cache_modifier=".cg"
+        )
+        top = tl.max(logit, axis=1)
+        finite = tl.where(top == float("-inf"), 0.0, top)
+        total = finite + tl.log(tl.sum(tl.exp(logit - finite[:, None]), axis=1))
+        order = (_float_key(logit) << 32) | (pool - 1 - option)
+        place = tl.arange(0, expand)[None, :]
+        best = tl.full((nodes, expand), LOWEST, tl.int64)
+        for child in tl.static_range(expand):
+            winner = tl.max(order, axis=1)
+            order = tl.where(order == winner[:, None], LOWEST, order)
+            best = tl.where(place == child, winner[:, None], best)
+        best_logit = _key_float(best >> 32)
+        ids = tl.load(candidate_ids + row[:, None] * pool + (pool - 1 - best.to(tl.int32)))
+        edge = tl.minimum(best_logit - total[:, None], 0.0)
+        usable = (best_logit > float("-inf")) & (score[:, None] > float("-inf")) & (node_depth[:, None] < depth)
+        child_scores = tl.where(usable, score[:, None] + edge, float("-inf"))
+        child_info = ids * 32 + node_depth[:, None] + 1
+        fresh = group_at == group
+        open_scores = tl.where(fresh, child_scores[None, :, :], open_scores)
+        open_info = tl.where(fresh, child_info[None, :, :], open_info)
+
+        # The next nodes: the best frontier entries.
+        first = 1 + group * width
+        chances = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
+        token = tl.zeros((nodes,), tl.int32)
+        parent = tl.full((nodes,), -1, tl.int32)
+        node_depth = tl.zeros((nodes,), tl.int32)
+        score = tl.full((nodes,), float("-inf"), tl.float32)
+        for number in tl.static_range(width):
+            winner = tl.max(chances)
+            chosen = chances == winner
+            chances = tl.where(chosen, LOWEST, chances)
+            winner_score = _key_float(winner >> 32)
+            info = tl.sum(tl.where(chosen, open_info, 0))
+            open_scores = tl.where(chosen, float("-inf"), open_scores)
+            above = (0x7FFFFFFF - winner.to(tl.int32)) // expand
+            above = tl.where(above < nodes, above, 1 + (above // nodes - 1) * width + above % nodes)
+            is_it = node == tl.where(winner_score > float("-inf"), number, nodes)
+            token = tl.where(is_it, info // 32, token)
+            node_depth = tl.where(is_it, info % 32, node_depth)
+            parent = tl.where(is_it, above, parent)
+            score = tl.where(is_it, winner_score, score)
+        if program == 0:
+            slot = first + node
+            tl.store(tokens + slot, token, mask=in_width)
+            tl.store(parents + slot, parent, mask=in_width)
+            tl.store(depths + slot, node_depth, mask=in_width)
+            tl.store(scores + slot, score, mask=in_width)
+            step = tl.arange(0, level)[None, :]
+            path = tl.load(
+                lineage + parent[:, None] * level + step, mask=(step < node_depth[:, None]) & in_width[:, None], other=-1
+            )
+            path = tl.where(step == node_depth[:, None], slot[:, None], path)
+            tl.store(lineage + slot[:, None] * level + step, path, mask=in_width[:, None])
+    if program == 0:
+        kept = (node_at < width) & (group_at < groups) & ((group_at > 0) | (node_at == 0))
+        slot = tl.where(group_at == 0, 0, 1 + (group_at - 1) * width + node_at)
+        tl.store(frontier_scores + slot * expand + child_at, open_scores, mask=kept)
+        tl.store(frontier_tokens + slot * expand + child_at, open_info // 32, mask=kept)
+
+
+class Weights(NamedTuple):
+    """Parameters of a Weaver of generation w1 with one layer; matrices are [in, out]."""
+
+    norm_attn_scale: Float[Array, " rank"]
+    norm_attn_bias: Float[Array, " rank"]
+    qkv: Float[Array, "rank three_ranks"]
+    out: Float[Array, "rank rank"]
+    norm_mlp_scale: Float[Array, " rank"]
+    norm_mlp_bias: Float[Array, " rank"]
+    fc1: Float[Array, "rank rank"]
+    fc1_bias: Float[Array, " rank"]
+    fc2: Float[Array, "rank rank"]
+    fc2_bias: Float[Array, " rank"]
+    out_norm_scale: Float[Array, " rank"]
+    out_norm_bias: Float[Array, " rank"]
+
+
+class Growth(NamedTuple):
+    """Slots 0 … groups · width, and the children of all but the last group's; −inf scores mark what is not there."""
+
+    tokens: Int[Array, " slots"]
+    parents: Int[Array, " slots"]
+    depths: Int[Array, " slots"]
+    scores: Float[Array, " slots"]
+    lineage: Int[Array, "slots 16"]  # the path of a slot from the root to itself, −1 beyond
+    frontier_scores: Float[Array, "expanded expand"]
+    frontier_tokens: Int[Array, "expanded expand"]
+
+
+def grow(
+    root: Int[Array, "1"],
+    candidate_ids: Int[Array, "depth pool"],
+    candidate_scores: Float[Array, "depth pool"],
+    inputs_table: Float[Array, "vocab rank"],
+    heads_table: Float[Array, "vocab rank"],
+    positions: Float[Array, "positions rank"],
+    prompt_keys: Float[Array, "prompt heads head"],
+    prompt_values: Float[Array, "prompt heads head"],
+    weights: Weights,
+    *,
+    width: int,
+    groups: int,
+    expand: int,
+    num_warps: int = 8,
+) -> Growth:
+    """The tree after `groups` steps of `width` nodes, before any pruning."""
+    depth, pool = candidate_ids.shape
+    rank = inputs_table.shape[1]
+    slots, expanded = 1 + groups * width, 1 + max(groups - 1, 1) * width
+    nodes = max(8, triton.next_power_of_2(width))
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+    shapes = [
+        ((1,), i32), ((slots,), i32), ((slots,), i32), ((slots,), i32), ((slots,), f32), ((slots, 16), i32),
+        ((expanded, expand), f32), ((expanded, expand), i32),
+        ((width, rank), bf16), ((slots, rank), bf16), ((slots, rank), bf16), ((width, rank), bf16),
+        ((width, rank), bf16), ((width, rank), bf16), ((width, rank), bf16), ((width, pool), f32),
+    ]  # fmt: skip
+    _, *growth = jax_triton.triton_call(
+        root, candidate_ids, candidate_scores, inputs_table, heads_table, positions, prompt_keys, prompt_values,
+        *weights,
+        kernel=grow_kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
+        grid=(rank // COLUMNS.value,),
+        zeroed_outputs=(0,),
+        num_warps=num_warps,
+        rank=rank,
+        heads=prompt_keys.shape[1],
+        depth=depth,
+        pool=pool,
+        width=width,
+        nodes=nodes,
+        groups=groups,
+        groups_padded=triton.next_power_of_2(groups),
+        expand=expand,
+        programs=rank // COLUMNS.value,
+        splits=8,
+    )[:8]  # fmt: skip
+    return Growth(*growth)
