@@ -16,7 +16,7 @@ Rounding follows the XLA form: bfloat16 after every product, norm and residual s
 
 from __future__ import annotations
 
-from typing import NamedTuple, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,10 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-COLUMNS = tl.constexpr(16)
+from pallas_kernels.weaver_tree import PATH, WeaverWeights, TreeGrowth
+from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
+
+COLUMNS = tl.constexpr(_COLUMNS)
 LOWEST = tl.constexpr(-(2**63))
 
 
@@ -80,20 +83,35 @@ def _key_float(key):
 
 @triton.jit
 @no_type_check
-def _weights(kernel, column, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
-    """[splits, rank / splits, 16]: a program's columns of a matrix [rank, width]."""
-    share: tl.constexpr = rank // splits
+def _half(kernel, column, odd: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """[splits, rank / splits / 2, 16]: the even or the odd channels of a program's columns of a matrix [rank, width]."""
+    share: tl.constexpr = rank // splits // 2
     channel = tl.arange(0, splits).to(tl.int64)[:, None, None] * share + tl.arange(0, share).to(tl.int64)[None, :, None]
-    return tl.load(kernel + column + (channel * width + tl.arange(0, COLUMNS).to(tl.int64)[None, None, :]))
+    offset = channel * (2 * width) + tl.arange(0, COLUMNS).to(tl.int64)[None, None, :]
+    return tl.load(kernel + column + odd * width + offset)
 
 
 @triton.jit
 @no_type_check
-def _product(weights, x, nodes: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
-    """[16, nodes]: x [nodes, rank] times the weights, rounded."""
-    share: tl.constexpr = rank // splits
-    right = tl.permute(tl.reshape(x, [nodes, splits, share]), (1, 2, 0))
-    return tl.sum(tl.dot(tl.permute(weights, (0, 2, 1)), right, out_dtype=tl.float32), axis=0).to(tl.bfloat16)
+def _halves(x, nodes: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """Even and odd channels of x [nodes, rank], each [splits, rank / splits / 2, nodes]."""
+    share: tl.constexpr = rank // splits // 2
+    even, odd = tl.split(tl.reshape(x, [nodes, rank // 2, 2]))
+    even = tl.permute(tl.reshape(even, [nodes, splits, share]), (1, 2, 0))
+    return even, tl.permute(tl.reshape(odd, [nodes, splits, share]), (1, 2, 0))
+
+
+@triton.jit
+@no_type_check
+def _product(weights, x):
+    """[splits, 16, nodes]: half of a product, its sum over channels not finished."""
+    return tl.dot(tl.permute(weights, (0, 2, 1)), x, out_dtype=tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _total(even, odd):
+    return tl.sum(even + odd, axis=0).to(tl.bfloat16)
 
 
 @triton.jit
@@ -190,6 +208,7 @@ def grow_kernel(
     depth: tl.constexpr,
     pool: tl.constexpr,
     width: tl.constexpr,
+    ahead: tl.constexpr,
     nodes: tl.constexpr,
     groups: tl.constexpr,
     groups_padded: tl.constexpr,
@@ -199,23 +218,27 @@ def grow_kernel(
 ):
     """Grows the tree; `tfm_jax.tree.best_first_tree` says what the steps are.
 
-    `nodes` is `width` padded to a power of two of at least 8. Frontier entries are [group, node, child], in the order
-    of slots. `lineage[slot]` holds the slot's path, −1 beyond its own depth.
+    A step's nodes are `width` chains: a frontier entry and `ahead` guessed descendants; in the first step one chain
+    from the root. Group g holds the slots from g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a
+    power of two of at least 8. Frontier entries are [group, node, child], in the order of slots. `lineage[slot]` holds
+    the slot's path, −1 beyond its own depth.
     """
     program = tl.program_id(0)
     column = program * COLUMNS
     head_dim: tl.constexpr = rank // heads
+    rows: tl.constexpr = width * (1 + ahead)
     level: tl.constexpr = 16  # a path's length, padded
     node = tl.arange(0, nodes)
     channel = tl.arange(0, rank)
-    in_width = node < width
+    in_step = node < rows
 
-    # The step's nodes: slots first + 0 .. width − 1.
-    first = 0
-    token = tl.where(node == 0, tl.load(root), 0)
-    parent = tl.full((nodes,), -1, tl.int32)
-    node_depth = tl.zeros((nodes,), tl.int32)
+    # The step's chains, per node: length, and parent, depth and score of the first node.
+    length = rows
+    base_parent = tl.full((nodes,), -1, tl.int32)
+    base_depth = tl.zeros((nodes,), tl.int32)
     score = tl.where(node == 0, 0.0, float("-inf"))
+    token = tl.where(node == 0, tl.load(root), 0)
+    exists = (node == 0) | (in_step & (ahead > 0))
 
     group_at = tl.arange(0, groups_padded)[:, None, None]
     node_at = tl.arange(0, nodes)[None, :, None]
@@ -224,39 +247,54 @@ def grow_kernel(
     open_scores = tl.full((groups_padded, nodes, expand), float("-inf"), tl.float32)
     open_info = tl.zeros((groups_padded, nodes, expand), tl.int32)  # token · 32 + depth
 
-    if program == 0:
-        tl.store(tokens + node, token, mask=node == 0)
-        tl.store(parents + node, parent, mask=node == 0)
-        tl.store(depths + node, node_depth, mask=node == 0)
-        tl.store(scores + node, score, mask=node == 0)
-        tl.store(lineage + tl.arange(0, level), tl.where(tl.arange(0, level) == 0, 0, -1))
-
     arrivals = 0
     zero = 0
-    weights = _weights(qkv, column, 3 * rank, rank, splits)
+    weights_0 = _half(qkv, column, 0, 3 * rank, rank, splits)
+    weights_1 = _half(qkv, column, 1, 3 * rank, rank, splits)
     for group in range(groups):
-        # Query, key, value.
+        # Nodes behind the first of a chain: the drafter's best tokens.
+        first = group * rows
+        behind = node % length
+        node_depth = base_depth + behind
+        guess = tl.load(candidate_ids + tl.minimum(tl.maximum(node_depth - 1, 0), depth - 1) * pool)
+        token = tl.where(behind == 0, token, guess)
+        exists = exists & (node_depth <= depth) & (token >= 0)
+        token = tl.where(exists, token, 0)
+        node_depth = tl.where(exists, node_depth, 0)
+        chain = first + node - behind - base_depth  # + d: the chain's slot of depth d
         row = tl.minimum(node_depth, depth - 1)
-        here = tl.load(inputs_table + token[:, None] * rank + channel[None, :], mask=in_width[:, None], other=0.0)
-        there = tl.load(positions + row[:, None] * rank + channel[None, :], mask=in_width[:, None], other=0.0)
+
+        # Query, key, value.
+        here = tl.load(inputs_table + token[:, None] * rank + channel[None, :], mask=in_step[:, None], other=0.0)
+        there = tl.load(positions + row[:, None] * rank + channel[None, :], mask=in_step[:, None], other=0.0)
         x = _norm(_sum(here, there), norm_attn_scale, norm_attn_bias, rank)
-        next_weights = _weights(qkv, rank + column + zero, 3 * rank, rank, splits)
-        _put(queries, _product(weights, x, nodes, rank, splits), column, nodes, width, rank)
-        weights = _weights(qkv, 2 * rank + column + zero, 3 * rank, rank, splits)
-        _put(keys + first * rank, _product(next_weights, x, nodes, rank, splits), column, nodes, width, rank)
-        _put(values + first * rank, _product(weights, x, nodes, rank, splits), column, nodes, width, rank)
-        weights = _weights(out, column + zero, rank, rank, splits)
+        even, odd = _halves(x, nodes, rank, splits)
+        next_0 = _half(qkv, rank + column + zero, 0, 3 * rank, rank, splits)
+        sum_0 = _product(weights_0, even)
+        next_1 = _half(qkv, rank + column + zero, 1, 3 * rank, rank, splits)
+        sum_1 = _product(weights_1, odd)
+        _put(queries, _total(sum_0, sum_1), column, nodes, rows, rank)
+        weights_0 = _half(qkv, 2 * rank + column + zero, 0, 3 * rank, rank, splits)
+        sum_0 = _product(next_0, even)
+        weights_1 = _half(qkv, 2 * rank + column + zero, 1, 3 * rank, rank, splits)
+        sum_1 = _product(next_1, odd)
+        _put(keys + first * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
+        next_0 = _half(out, column + zero, 0, rank, rank, splits)
+        sum_0 = _product(weights_0, even)
+        next_1 = _half(out, column + zero, 1, rank, rank, splits)
+        sum_1 = _product(weights_1, odd)
+        _put(values + first * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
         # Attention of a node and a head over the prompt and the node's path.
-        for pair in range(program, width * heads, programs):
+        for pair in range(program, rows * heads, programs):
             own, head = pair // heads, pair % heads
             at = head * head_dim + tl.arange(0, head_dim)
             step = tl.arange(0, level)
-            own_parent, own_depth = _pick(parent, own, nodes), _pick(node_depth, own, nodes)
-            path = tl.load(lineage + own_parent * level + step, mask=(step < own_depth), other=0)
-            path = tl.where(step == own_depth, first + own, path)
+            own_depth, own_base = _pick(node_depth, own, nodes), _pick(base_depth, own, nodes)
+            path = tl.load(lineage + _pick(base_parent, own, nodes) * level + step, mask=step < own_base, other=0)
+            path = tl.where(step >= own_base, _pick(chain, own, nodes) + step, path)
             query = tl.load(queries + own * rank + at, cache_modifier=".cg").to(tl.float32)
             in_prompt, in_path = step < depth + 1, step <= own_depth
             key = tl.load(prompt_keys + step[:, None] * rank + at[None, :], mask=in_prompt[:, None], other=0.0)
@@ -282,58 +320,64 @@ def grow_kernel(
 
         # Output projection.
         own_column = column + tl.arange(0, COLUMNS)[:, None]
-        before = tl.load(inputs_table + token[None, :] * rank + own_column, mask=in_width[None, :], other=0.0)
-        there = tl.load(positions + row[None, :] * rank + own_column, mask=in_width[None, :], other=0.0)
+        before = tl.load(inputs_table + token[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
+        there = tl.load(positions + row[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
         before = _sum(before, there)
-        x = _product(weights, _rows(attended, nodes, width, rank), nodes, rank, splits)
-        _put(middle, _sum(before, x), column, nodes, width, rank)
-        weights = _weights(fc1, column + zero, rank, rank, splits)
+        even, odd = _halves(_rows(attended, nodes, rows, rank), nodes, rank, splits)
+        weights_0 = _half(fc1, column + zero, 0, rank, rank, splits)
+        sum_0 = _product(next_0, even)
+        weights_1 = _half(fc1, column + zero, 1, rank, rank, splits)
+        sum_1 = _product(next_1, odd)
+        _put(middle, _sum(before, _total(sum_0, sum_1)), column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
         # MLP.
-        x = _norm(_rows(middle, nodes, width, rank), norm_mlp_scale, norm_mlp_bias, rank)
-        wide = _sum(_product(weights, x, nodes, rank, splits), tl.load(fc1_bias + own_column)).to(tl.float32)
+        x = _norm(_rows(middle, nodes, rows, rank), norm_mlp_scale, norm_mlp_bias, rank)
+        even, odd = _halves(x, nodes, rank, splits)
+        next_0 = _half(fc2, column + zero, 0, rank, rank, splits)
+        sum_0 = _product(weights_0, even)
+        next_1 = _half(fc2, column + zero, 1, rank, rank, splits)
+        sum_1 = _product(weights_1, odd)
+        wide = _sum(_total(sum_0, sum_1), tl.load(fc1_bias + own_column)).to(tl.float32)
         x = (0.5 * wide * (1.0 + tl.math.erf(wide * 0.7071067811865476))).to(tl.bfloat16)
-        _put(hidden, x, column, nodes, width, rank)
-        weights = _weights(fc2, column + zero, rank, rank, splits)
+        _put(hidden, x, column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
-        x = _product(weights, _rows(hidden, nodes, width, rank), nodes, rank, splits)
-        x = _sum(x, tl.load(fc2_bias + own_column))
-        _put(last, _sum(_own(middle, column, nodes, width, rank), x), column, nodes, width, rank)
+        even, odd = _halves(_rows(hidden, nodes, rows, rank), nodes, rank, splits)
+        x = _sum(_total(_product(next_0, even), _product(next_1, odd)), tl.load(fc2_bias + own_column))
+        _put(last, _sum(_own(middle, column, nodes, rows, rank), x), column, nodes, rows, rank)
 
         # Logits: 16 candidates of one node at a time.
         blocks: tl.constexpr = pool // COLUMNS
         block = program
-        own = block // blocks
-        candidate = (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-        own_row = tl.minimum(_pick(node_depth, own, nodes), depth - 1)
-        ids = tl.load(candidate_ids + own_row * pool + candidate, mask=own < width, other=-1)
-        rows = tl.load(heads_table + tl.maximum(ids, 0)[:, None] * rank + channel[None, :])
+        own, candidate = block // blocks, (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
+        ids = tl.load(candidate_ids + own_row * pool + candidate, mask=own_exists, other=-1)
+        heads_rows = tl.load(heads_table + ids[:, None] * rank + channel[None, :], mask=(ids >= 0)[:, None], other=0.0)
         arrivals += programs
         zero = _meet(counter, arrivals)
-        while block < width * blocks:
+        while block < rows * blocks:
             result = tl.load(last + own * rank + channel[None, :], cache_modifier=".cg")
             result = _norm(result, out_norm_scale, out_norm_bias, rank).to(tl.float32)
-            corrected = tl.sum(result * rows.to(tl.float32), axis=1)
+            corrected = tl.sum(result * heads_rows.to(tl.float32), axis=1)
             corrected += tl.load(candidate_scores + own_row * pool + candidate)
             tl.store(logits + own * pool + candidate, tl.where(ids >= 0, corrected, float("-inf")))
             block += programs
-            if block < width * blocks:
-                own = block // blocks
-                candidate = (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-                own_row = tl.minimum(_pick(node_depth, own, nodes), depth - 1)
-                ids = tl.load(candidate_ids + own_row * pool + candidate)
-                rows = tl.load(heads_table + tl.maximum(ids, 0)[:, None] * rank + channel[None, :])
-        weights = _weights(qkv, column + zero, 3 * rank, rank, splits)
+            own, candidate = block // blocks, (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+            own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
+            ids = tl.load(candidate_ids + own_row * pool + candidate, mask=own_exists, other=-1)
+            at = ids[:, None] * rank + channel[None, :]
+            heads_rows = tl.load(heads_table + at, mask=(ids >= 0)[:, None], other=0.0)
+        weights_0 = _half(qkv, column + zero, 0, 3 * rank, rank, splits)
+        weights_1 = _half(qkv, column + zero, 1, 3 * rank, rank, splits)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
         # Children: the best of each node.
         option = tl.arange(0, pool)[None, :]
         logit = tl.load(
-            logits + node[:, None] * pool + option, mask=in_width[:, None], other=float("-inf"), cache_modifier=".cg"
+            logits + node[:, None] * pool + option, mask=in_step[:, None], other=float("-inf"), cache_modifier=".cg"
         )
         top = tl.max(logit, axis=1)
         finite = tl.where(top == float("-inf"), 0.0, top)
@@ -345,22 +389,43 @@ def grow_kernel(
             winner = tl.max(order, axis=1)
             order = tl.where(order == winner[:, None], LOWEST, order)
             best = tl.where(place == child, winner[:, None], best)
-        best_logit = _key_float(best >> 32)
-        ids = tl.load(candidate_ids + row[:, None] * pool + (pool - 1 - best.to(tl.int32)))
+        best_logit, best_option = _key_float(best >> 32), pool - 1 - best.to(tl.int32)
+        ids = tl.load(candidate_ids + row[:, None] * pool + best_option)
         edge = tl.minimum(best_logit - total[:, None], 0.0)
+        guessed = tl.minimum(tl.load(logits + node * pool, mask=in_step, other=0.0, cache_modifier=".cg") - total, 0.0)
+        before = tl.arange(0, nodes)[None, :] == node[:, None] - 1
+        for place_in_chain in range(1, length):
+            above_score = tl.sum(tl.where(before, score[None, :] + guessed[None, :], 0.0), axis=1)
+            score = tl.where((behind == place_in_chain) & exists, above_score, score)
+        is_guessed = tl.sum((before & ((behind > 0) & exists)[:, None]).to(tl.int32), axis=0) > 0
         usable = (best_logit > float("-inf")) & (score[:, None] > float("-inf")) & (node_depth[:, None] < depth)
+        usable = usable & ((best_option > 0) | ~is_guessed[:, None])
         child_scores = tl.where(usable, score[:, None] + edge, float("-inf"))
         child_info = ids * 32 + node_depth[:, None] + 1
         fresh = group_at == group
         open_scores = tl.where(fresh, child_scores[None, :, :], open_scores)
         open_info = tl.where(fresh, child_info[None, :, :], open_info)
+        if program == 0:
+            slot = first + node
+            parent = tl.where(behind == 0, base_parent, slot - 1)
+            tl.store(tokens + slot, token, mask=in_step)
+            tl.store(parents + slot, tl.where(exists, parent, -1), mask=in_step)
+            tl.store(depths + slot, node_depth, mask=in_step)
+            tl.store(scores + slot, score, mask=in_step)
+            step = tl.arange(0, level)[None, :]
+            path = tl.load(
+                lineage + base_parent[:, None] * level + step, mask=(step < base_depth[:, None]) & exists[:, None], other=0
+            )
+            path = tl.where(step >= base_depth[:, None], chain[:, None] + step, path)
+            path = tl.where((step <= node_depth[:, None]) & exists[:, None], path, -1)
+            tl.store(lineage + slot[:, None] * level + step, path, mask=in_step[:, None])
 
-        # The next nodes: the best frontier entries.
-        first = 1 + group * width
+        # The next chains: the best frontier entries.
+        length = 1 + ahead
         chances = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
         token = tl.zeros((nodes,), tl.int32)
-        parent = tl.full((nodes,), -1, tl.int32)
-        node_depth = tl.zeros((nodes,), tl.int32)
+        base_parent = tl.full((nodes,), -1, tl.int32)
+        base_depth = tl.zeros((nodes,), tl.int32)
         score = tl.full((nodes,), float("-inf"), tl.float32)
         for number in tl.static_range(width):
             winner = tl.max(chances)
@@ -370,58 +435,29 @@ def grow_kernel(
             info = tl.sum(tl.where(chosen, open_info, 0))
             open_scores = tl.where(chosen, float("-inf"), open_scores)
             above = (0x7FFFFFFF - winner.to(tl.int32)) // expand
-            above = tl.where(above < nodes, above, 1 + (above // nodes - 1) * width + above % nodes)
-            is_it = node == tl.where(winner_score > float("-inf"), number, nodes)
-            token = tl.where(is_it, info // 32, token)
-            node_depth = tl.where(is_it, info % 32, node_depth)
-            parent = tl.where(is_it, above, parent)
-            score = tl.where(is_it, winner_score, score)
-        if program == 0:
-            slot = first + node
-            tl.store(tokens + slot, token, mask=in_width)
-            tl.store(parents + slot, parent, mask=in_width)
-            tl.store(depths + slot, node_depth, mask=in_width)
-            tl.store(scores + slot, score, mask=in_width)
-            step = tl.arange(0, level)[None, :]
-            path = tl.load(
-                lineage + parent[:, None] * level + step, mask=(step < node_depth[:, None]) & in_width[:, None], other=-1
-            )
-            path = tl.where(step == node_depth[:, None], slot[:, None], path)
-            tl.store(lineage + slot[:, None] * level + step, path, mask=in_width[:, None])
+            in_chain = node // length == tl.where(winner_score > float("-inf"), number, nodes)
+            token = tl.where(in_chain, info // 32, token)
+            base_depth = tl.where(in_chain, info % 32, base_depth)
+            base_parent = tl.where(in_chain, above // nodes * rows + above % nodes, base_parent)
+            score = tl.where(in_chain & (node % length == 0), winner_score, score)
+        exists = base_depth > 0
     if program == 0:
-        kept = (node_at < width) & (group_at < groups) & ((group_at > 0) | (node_at == 0))
-        slot = tl.where(group_at == 0, 0, 1 + (group_at - 1) * width + node_at)
-        tl.store(frontier_scores + slot * expand + child_at, open_scores, mask=kept)
-        tl.store(frontier_tokens + slot * expand + child_at, open_info // 32, mask=kept)
-
-
-class Weights(NamedTuple):
-    """Parameters of a Weaver of generation w1 with one layer; matrices are [in, out]."""
-
-    norm_attn_scale: Float[Array, " rank"]
-    norm_attn_bias: Float[Array, " rank"]
-    qkv: Float[Array, "rank three_ranks"]
-    out: Float[Array, "rank rank"]
-    norm_mlp_scale: Float[Array, " rank"]
-    norm_mlp_bias: Float[Array, " rank"]
-    fc1: Float[Array, "rank rank"]
-    fc1_bias: Float[Array, " rank"]
-    fc2: Float[Array, "rank rank"]
-    fc2_bias: Float[Array, " rank"]
-    out_norm_scale: Float[Array, " rank"]
-    out_norm_bias: Float[Array, " rank"]
-
-
-class Growth(NamedTuple):
-    """Slots 0 … groups · width, and the children of all but the last group's; −inf scores mark what is not there."""
-
-    tokens: Int[Array, " slots"]
-    parents: Int[Array, " slots"]
-    depths: Int[Array, " slots"]
-    scores: Float[Array, " slots"]
-    lineage: Int[Array, "slots 16"]  # the path of a slot from the root to itself, −1 beyond
-    frontier_scores: Float[Array, "expanded expand"]
-    frontier_tokens: Int[Array, "expanded expand"]
+        slot = groups * rows + node // length
+        kept = in_step & (node % length == 0)
+        tl.store(tokens + slot, token, mask=kept)
+        tl.store(parents + slot, base_parent, mask=kept)
+        tl.store(depths + slot, base_depth, mask=kept)
+        tl.store(scores + slot, score, mask=kept)
+        step = tl.arange(0, level)[None, :]
+        path = tl.load(
+            lineage + base_parent[:, None] * level + step, mask=(step < base_depth[:, None]) & kept[:, None], other=-1
+        )
+        path = tl.where((step == base_depth[:, None]) & exists[:, None], slot[:, None], path)
+        tl.store(lineage + slot[:, None] * level + step, path, mask=kept[:, None])
+        at = (group_at * rows + node_at) * expand + child_at
+        kept_children = (node_at < rows) & (group_at < groups)
+        tl.store(frontier_scores + at, open_scores, mask=kept_children)
+        tl.store(frontier_tokens + at, open_info // 32, mask=kept_children)
 
 
 def grow(
@@ -433,31 +469,34 @@ def grow(
     positions: Float[Array, "positions rank"],
     prompt_keys: Float[Array, "prompt heads head"],
     prompt_values: Float[Array, "prompt heads head"],
-    weights: Weights,
+    weights: WeaverWeights,
     *,
     width: int,
     groups: int,
     expand: int,
+    ahead: int = 0,
     num_warps: int = 8,
-) -> Growth:
+    least_nodes: int = 8,
+) -> TreeGrowth:
     """The tree after `groups` steps of `width` nodes, before any pruning."""
     depth, pool = candidate_ids.shape
     rank = inputs_table.shape[1]
-    slots, expanded = 1 + groups * width, 1 + max(groups - 1, 1) * width
-    nodes = max(8, triton.next_power_of_2(width))
+    rows = width * (1 + ahead)
+    slots, expanded = groups * rows + width, groups * rows
+    nodes = max(least_nodes, triton.next_power_of_2(rows))
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     shapes = [
-        ((1,), i32), ((slots,), i32), ((slots,), i32), ((slots,), i32), ((slots,), f32), ((slots, 16), i32),
+        ((1,), i32), ((slots,), i32), ((slots,), i32), ((slots,), i32), ((slots,), f32), ((slots, PATH), i32),
         ((expanded, expand), f32), ((expanded, expand), i32),
-        ((width, rank), bf16), ((slots, rank), bf16), ((slots, rank), bf16), ((width, rank), bf16),
-        ((width, rank), bf16), ((width, rank), bf16), ((width, rank), bf16), ((width, pool), f32),
+        ((rows, rank), bf16), ((slots, rank), bf16), ((slots, rank), bf16), ((rows, rank), bf16),
+        ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, pool), f32),
     ]  # fmt: skip
     _, *growth = jax_triton.triton_call(
         root, candidate_ids, candidate_scores, inputs_table, heads_table, positions, prompt_keys, prompt_values,
         *weights,
         kernel=grow_kernel,
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
-        grid=(rank // COLUMNS.value,),
+        grid=(rank // _COLUMNS,),
         zeroed_outputs=(0,),
         num_warps=num_warps,
         rank=rank,
@@ -465,11 +504,12 @@ def grow(
         depth=depth,
         pool=pool,
         width=width,
+        ahead=ahead,
         nodes=nodes,
         groups=groups,
         groups_padded=triton.next_power_of_2(groups),
         expand=expand,
-        programs=rank // COLUMNS.value,
+        programs=rank // _COLUMNS,
         splits=8,
     )[:8]  # fmt: skip
-    return Growth(*growth)
+    return TreeGrowth(*growth)

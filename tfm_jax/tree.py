@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.weaver_tree import TreeGrowth
 from tfm_jax.errors import TfmError
 from tfm_jax.state import pytree_dataclass
 
@@ -246,6 +247,34 @@ def best_first_tree[Carry](
         return _prune(growth, budget, depth, spine=spine)
     tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
     return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
+
+
+def grown_tree(growth: TreeGrowth, *, budget: int, max_depth: int, pruned: bool) -> DraftTree:
+    """What `best_first_tree` makes of the growth of a batch of one; unpruned only without guessed nodes."""
+    slots = jnp.arange(len(growth.tokens))
+    missing = len(slots) - len(growth.frontier_scores)
+    ancestors = (growth.lineage[..., None] == slots).any(axis=1) & (growth.scores > -jnp.inf)[:, None]
+    frontier = jnp.pad(growth.frontier_scores, ((0, missing), (0, 0)), constant_values=-jnp.inf)
+    rows = _Growth(
+        tokens=growth.tokens,
+        parents=growth.parents,
+        depths=growth.depths,
+        scores=growth.scores,
+        ancestors=ancestors,
+        frontier_tokens=jnp.pad(growth.frontier_tokens, ((0, missing), (0, 0))).reshape(-1),
+        frontier_scores=frontier.reshape(-1),
+        tip=jnp.zeros((), jnp.int32),
+    )
+    rows = jax.tree.map(lambda x: x[None], rows)
+    if pruned:
+        return _prune(rows, budget, max_depth, spine=False)
+    unused = missing - 1  # behind the root
+    tokens, parents, depths, scores, ancestors = (
+        jnp.concatenate([x[:, :1], x[:, 1 + unused : 1 + unused + budget]], axis=1) for x in rows[:5]
+    )
+    ancestors = jnp.concatenate([ancestors[..., :1], ancestors[..., 1 + unused : 1 + unused + budget]], axis=2)
+    parents = jnp.where(parents > 0, parents - unused, parents)
+    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors)
 
 
 def expanded_slots(budget: int, width: int, steps: int | None) -> int:

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import weaver_tree
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
 from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
-from tfm_jax.tree import DraftTree, NewNodes, best_first_tree, default_width, expanded_slots
+from tfm_jax.tree import DraftTree, NewNodes, best_first_tree, default_width, expanded_slots, grown_tree
 
 NORM_EPS = 1e-6
 POSITION_SCALE = 0.02
@@ -267,6 +268,10 @@ class Weaver(nnx.Module):
         """
         config = self.config
         prompt = self.prompt(feature, draft_hidden)
+        width = default_width(budget) if width is None else width
+        growth = None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, budget, width, expand, steps)
+        if growth is not None:
+            return grown_tree(growth, budget=budget, max_depth=candidate_ids.shape[1], pruned=steps is not None)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
         scores = candidate_scores.astype(jnp.float32)
 
@@ -280,7 +285,6 @@ class Weaver(nnx.Module):
             )
             return cache, logits
 
-        width = default_width(budget) if width is None else width
         slots = expanded_slots(budget, width, steps)
         empty = jnp.zeros((root.shape[0], slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
         return best_first_tree(
@@ -294,6 +298,36 @@ class Weaver(nnx.Module):
             steps=steps,
             spine=spine,
         )
+
+    def _grow(
+        self,
+        root: Array,
+        prompt: WeaverPrompt,
+        candidate_ids: Array,
+        candidate_scores: Array,
+        tables: WeaverTables,
+        budget: int,
+        width: int,
+        expand: int | None,
+        steps: int | None,
+    ) -> weaver_tree.TreeGrowth | None:
+        """The tree grown in one kernel, where there is one for these sizes on this machine."""
+        config, (batch, depth, pool) = self.config, candidate_ids.shape
+        if config.generation != "w1" or config.layers != 1 or batch != 1:
+            return None
+        block = self.blocks[0]
+        norms = (block.norm_attn, block.norm_mlp, self.out_norm)
+        attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
+        fc1, fc2 = ((layer.kernel[...], layer.bias[...]) for layer in (block.fc1, block.fc2))
+        weights = weaver_tree.WeaverWeights(*attn, block.qkv.kernel[...], block.out.kernel[...], *mlp, *fc1, *fc2, *last)
+        sizes = {"width": width, "groups": -(-budget // width) if steps is None else steps}
+        sizes["expand"] = min(8, pool) if expand is None else expand
+        if not weaver_tree.supports(weights, depth=depth, pool=pool, **sizes):
+            return None
+        return weaver_tree.grow(
+            root, candidate_ids[0], candidate_scores[0], *tables, self.pos_emb[...],
+            prompt.keys[0, 0], prompt.values[0, 0], weights, **sizes,
+        )  # fmt: skip
 
     def _nodes(
         self, inputs: Array, depths: Array, context: Callable[[int], _KeyValue], mask: Array

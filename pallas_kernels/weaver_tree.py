@@ -1,0 +1,133 @@
+"""Growth of a Weaver's tree in one kernel, where there is one; elsewhere `tfm_jax.tree.best_first_tree` does the same.
+
+The kernel is for batch 1 and a Weaver of generation w1 with one layer, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+COLUMNS = 16  # of every matrix that a program owns; so a kernel has rank / 16 programs, one per multiprocessor
+PATH = 16  # slots on a path, the root's among them
+_MOST_ENTRIES = 4096  # of the frontier, which every program keeps in registers
+
+
+class WeaverWeights(NamedTuple):
+    """Parameters of a Weaver of generation w1 with one layer; matrices are [in, out]."""
+
+    norm_attn_scale: Float[Array, " rank"]
+    norm_attn_bias: Float[Array, " rank"]
+    qkv: Float[Array, "rank three_ranks"]
+    out: Float[Array, "rank rank"]
+    norm_mlp_scale: Float[Array, " rank"]
+    norm_mlp_bias: Float[Array, " rank"]
+    fc1: Float[Array, "rank mlp"]
+    fc1_bias: Float[Array, " mlp"]
+    fc2: Float[Array, "mlp rank"]
+    fc2_bias: Float[Array, " rank"]
+    out_norm_scale: Float[Array, " rank"]
+    out_norm_bias: Float[Array, " rank"]
+
+
+class TreeGrowth(NamedTuple):
+    """Slots 0 … groups · width in the order in which they were taken, and the children of those that were expanded.
+
+    A score of −inf marks what is not there; children that became slots are not there any more.
+    """
+
+    tokens: Int[Array, " slots"]
+    parents: Int[Array, " slots"]
+    depths: Int[Array, " slots"]
+    scores: Float[Array, " slots"]
+    lineage: Int[Array, "slots path"]  # the path of a slot from the root to itself, −1 beyond
+    frontier_scores: Float[Array, "expanded expand"]
+    frontier_tokens: Int[Array, "expanded expand"]
+
+
+def supports(weights: WeaverWeights, *, depth: int, pool: int, width: int, groups: int, expand: int) -> bool:
+    """Whether `grow` has a kernel for these sizes on this machine."""
+    rank, mlp = weights.fc1.shape
+    entries = _power_of_two(groups) * max(8, _power_of_two(width)) * expand
+    return (
+        weights.qkv.dtype == jnp.bfloat16
+        and rank == mlp == _power_of_two(rank)
+        and rank >= 8 * COLUMNS
+        and rank // COLUMNS <= _multiprocessors()
+        and pool == _power_of_two(pool)
+        and COLUMNS <= pool <= 512  # noqa: PLR2004 - the pool of the released Weaver, and the largest measured
+        and depth < PATH
+        and width <= COLUMNS
+        and expand == _power_of_two(expand)
+        and entries <= _MOST_ENTRIES
+        and _triton_module() is not None
+    )
+
+
+def grow(
+    root: Int[Array, "1"],
+    candidate_ids: Int[Array, "depth pool"],
+    candidate_scores: Float[Array, "depth pool"],
+    inputs_table: Float[Array, "vocab rank"],
+    heads_table: Float[Array, "vocab rank"],
+    positions: Float[Array, "positions rank"],
+    prompt_keys: Float[Array, "prompt heads head"],
+    prompt_values: Float[Array, "prompt heads head"],
+    weights: WeaverWeights,
+    *,
+    width: int,
+    groups: int,
+    expand: int,
+) -> TreeGrowth:
+    """The tree after `groups` steps of `width` nodes, before any pruning; only where `supports` says so.
+
+    Args:
+        root: last emitted token.
+        candidate_ids: possible children of the nodes of each depth; −1 means no candidate.
+        candidate_scores: their logits.
+        inputs_table: node inputs before positions, a row a token.
+        heads_table: rows whose products with a node's output correct the logits, a row a token.
+        positions: added to the inputs, a row a depth.
+        prompt_keys: of depth + 1 prompt tokens.
+        prompt_values: of the same.
+        weights: of the Weaver.
+        width: nodes per step, at most 16.
+        groups: steps.
+        expand: children per node.
+
+    Raises:
+        ValueError: there is no kernel for this machine.
+    """
+    module = _triton_module()
+    if module is None:
+        message = "the fused growth of trees needs an NVIDIA GPU and jax-triton; use tfm_jax.tree.best_first_tree"
+        raise ValueError(message)
+    return module.grow(
+        root, candidate_ids, candidate_scores.astype(jnp.float32), inputs_table, heads_table, positions,
+        prompt_keys, prompt_values, weights, width=width, groups=groups, expand=expand,
+    )  # fmt: skip
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def _multiprocessors() -> int:
+    return getattr(jax.devices()[0], "core_count", 0)
+
+
+@functools.cache
+def _triton_module() -> ModuleType | None:
+    if jax.default_backend() != "gpu" or importlib.util.find_spec("jax_triton") is None:
+        return None
+    return importlib.import_module("pallas_kernels.triton_weaver_tree")
