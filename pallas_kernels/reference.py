@@ -111,8 +111,8 @@ def tree_attention(
     key: Float[np.ndarray, "batch nodes kv_heads head"],
     value: Float[np.ndarray, "batch nodes kv_heads head"],
     mask: Bool[np.ndarray, "batch nodes nodes"],
-    *,
     prefix: Prefix | None,
+    *,
     window: int = 0,
 ) -> Float[np.ndarray, "batch nodes heads head"]:
     """One dense softmax per row and head over the visible prefix rows followed by the visible nodes."""
