@@ -31,6 +31,7 @@ _FORMS: dict[str, dict[str, str]] = {
     "gdn_chunk": {"xla": "xla", "reference": "reference"},
     "tree_conv": {"xla": "xla", "reference": "reference"},
     "tree_attention": {"xla": "xla_attention", "reference": "reference"},
+    "top_k": {"triton": "triton_top_k", "xla": "xla_top_k", "reference": "reference"},
 }
 _GPU_FORMS = ("mosaic", "triton")
 _log = logging.getLogger("pallas_kernels")

@@ -30,15 +30,20 @@ CANDIDATES = 2048
 MAX_K = 1024
 
 
-def supports(vocab: int, k: int) -> bool:
-    """Whether the kernels can select `k` of `vocab` elements: no group is empty, and k of them fit the candidates."""
-    return k <= MAX_K and GROUPS <= vocab < 2**30
+def unsupported(logits: Array, *, k: int) -> str | None:
+    """What the kernels cannot take: every group has to hold an element, and k of them have to fit the candidates."""
+    vocab = logits.shape[1]
+    if k > MAX_K:
+        return f"k is {k}, above {MAX_K}"
+    if not GROUPS <= vocab < 2**30:
+        return f"rows of {vocab} logits, expected {GROUPS} to 2^30 - 1"
+    return None if len(logits) else "no rows"
 
 
 def top_k(
     logits: Float[Array, "rows vocab"],
-    k: int,
     *,
+    k: int,
     slab: int = 256,
     parts: int = 8,
     tile: int = 4096,
@@ -49,7 +54,7 @@ def top_k(
 
     Args:
         logits: float32 or bfloat16.
-        k: see `supports`.
+        k: at most 1024.
         slab: groups per program of the first kernel.
         parts: programs per row of the second kernel.
         tile: elements that one of them tests at once.
