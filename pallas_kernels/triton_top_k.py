@@ -14,6 +14,7 @@ by one program of the third kernel, in about a hundred times the time.
 Keys order floats as `lax.top_k` does: by their bits, so that −0 is below 0 and a positive NaN above infinity.
 """
 
+# ruff: noqa: ANN001, ANN202, PLR0913 - what a Triton kernel takes and returns has no Python type
 from __future__ import annotations
 
 from typing import no_type_check
@@ -278,9 +279,9 @@ def _select_exactly(
         at = start + tl.arange(0, tile)
         keys = _key(tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0))
         above, equal = (keys > bound) & (at < vocab), (keys == bound) & (at < vocab)
-        place = tl.where(
-            above, next_above + tl.cumsum(above.to(tl.int32)), next_equal + tl.cumsum(equal.to(tl.int32))
-        ) - 1
+        place = (
+            tl.where(above, next_above + tl.cumsum(above.to(tl.int32)), next_equal + tl.cumsum(equal.to(tl.int32))) - 1
+        )
         kept = (above | equal) & (place < k)
         tl.store(keys_out + row * capacity + place, keys, mask=kept)
         tl.store(ids_out + row * capacity + place, at, mask=kept)

@@ -14,6 +14,7 @@ over the warps. All sums have a fixed order.
 Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
 """
 
+# ruff: noqa: ANN001, ANN202, PLR0913 - what a Triton kernel takes and returns has no Python type
 from __future__ import annotations
 
 from typing import no_type_check
@@ -414,7 +415,9 @@ def grow_kernel(
             tl.store(scores + slot, score, mask=in_step)
             step = tl.arange(0, level)[None, :]
             path = tl.load(
-                lineage + base_parent[:, None] * level + step, mask=(step < base_depth[:, None]) & exists[:, None], other=0
+                lineage + base_parent[:, None] * level + step,
+                mask=(step < base_depth[:, None]) & exists[:, None],
+                other=0,
             )
             path = tl.where(step >= base_depth[:, None], chain[:, None] + step, path)
             path = tl.where((step <= node_depth[:, None]) & exists[:, None], path, -1)

@@ -269,7 +269,11 @@ class Weaver(nnx.Module):
         config = self.config
         prompt = self.prompt(feature, draft_hidden)
         width = default_width(budget) if width is None else width
-        growth = None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, budget, width, expand, steps)
+        growth = (
+            None
+            if spine
+            else self._grow(root, prompt, candidate_ids, candidate_scores, tables, budget, width, expand, steps)
+        )
         if growth is not None:
             return grown_tree(growth, budget=budget, max_depth=candidate_ids.shape[1], pruned=steps is not None)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
@@ -319,7 +323,9 @@ class Weaver(nnx.Module):
         norms = (block.norm_attn, block.norm_mlp, self.out_norm)
         attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
         fc1, fc2 = ((layer.kernel[...], layer.bias[...]) for layer in (block.fc1, block.fc2))
-        weights = weaver_tree.WeaverWeights(*attn, block.qkv.kernel[...], block.out.kernel[...], *mlp, *fc1, *fc2, *last)
+        weights = weaver_tree.WeaverWeights(
+            *attn, block.qkv.kernel[...], block.out.kernel[...], *mlp, *fc1, *fc2, *last
+        )
         sizes = {"width": width, "groups": -(-budget // width) if steps is None else steps}
         sizes["expand"] = min(8, pool) if expand is None else expand
         if not weaver_tree.supports(weights, depth=depth, pool=pool, **sizes):
