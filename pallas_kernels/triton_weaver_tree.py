@@ -219,8 +219,8 @@ def grow_kernel(
 ):
     """Grows the tree; `tfm_jax.tree.best_first_tree` says what the steps are.
 
-    A step's nodes are `width` chains: a frontier entry and `ahead` guessed descendants; in the first step one chain
-    from the root. Group g holds the slots from g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a
+    A step's nodes are `width` frontier entries, then a guessed child of each, then a guessed child of each of these,
+    `ahead` times; in the first step they are one chain from the root. Group g holds the slots from g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a
     power of two of at least 8. Frontier entries are [group, node, child], in the order of slots. `lineage[slot]` holds
     the slot's path, −1 beyond its own depth.
     """
@@ -233,8 +233,8 @@ def grow_kernel(
     channel = tl.arange(0, rank)
     in_step = node < rows
 
-    # The step's chains, per node: length, and parent, depth and score of the first node.
-    length = rows
+    # The step's chains: how many, and per node the parent and the depth of its chain's first node.
+    chains = 1
     base_parent = tl.full((nodes,), -1, tl.int32)
     base_depth = tl.zeros((nodes,), tl.int32)
     score = tl.where(node == 0, 0.0, float("-inf"))
@@ -255,14 +255,14 @@ def grow_kernel(
     for group in range(groups):
         # Nodes behind the first of a chain: the drafter's best tokens.
         first = group * rows
-        behind = node % length
+        behind = node // chains
         node_depth = base_depth + behind
         guess = tl.load(candidate_ids + tl.minimum(tl.maximum(node_depth - 1, 0), depth - 1) * pool)
         token = tl.where(behind == 0, token, guess)
         exists = exists & (node_depth <= depth) & (token >= 0)
         token = tl.where(exists, token, 0)
         node_depth = tl.where(exists, node_depth, 0)
-        chain = first + node - behind - base_depth  # + d: the chain's slot of depth d
+        chain = first + node % chains - base_depth * chains  # + chains · d: the chain's slot of depth d
         row = tl.minimum(node_depth, depth - 1)
 
         # Query, key, value.
@@ -295,7 +295,7 @@ def grow_kernel(
             step = tl.arange(0, level)
             own_depth, own_base = _pick(node_depth, own, nodes), _pick(base_depth, own, nodes)
             path = tl.load(lineage + _pick(base_parent, own, nodes) * level + step, mask=step < own_base, other=0)
-            path = tl.where(step >= own_base, _pick(chain, own, nodes) + step, path)
+            path = tl.where(step >= own_base, _pick(chain, own, nodes) + chains * step, path)
             query = tl.load(queries + own * rank + at, cache_modifier=".cg").to(tl.float32)
             in_prompt, in_path = step < depth + 1, step <= own_depth
             key = tl.load(prompt_keys + step[:, None] * rank + at[None, :], mask=in_prompt[:, None], other=0.0)
@@ -340,8 +340,8 @@ def grow_kernel(
         sum_0 = _product(weights_0, even)
         next_1 = _half(fc2, column + zero, 1, rank, rank, splits)
         sum_1 = _product(weights_1, odd)
-        wide = _sum(_total(sum_0, sum_1), tl.load(fc1_bias + own_column)).to(tl.float32)
-        x = (0.5 * wide * (1.0 + tl.math.erf(wide * 0.7071067811865476))).to(tl.bfloat16)
+        inner = _sum(_total(sum_0, sum_1), tl.load(fc1_bias + own_column)).to(tl.float32)
+        x = (0.5 * inner * (1.0 + tl.math.erf(inner * 0.7071067811865476))).to(tl.bfloat16)
         _put(hidden, x, column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
@@ -394,8 +394,8 @@ def grow_kernel(
         ids = tl.load(candidate_ids + row[:, None] * pool + best_option)
         edge = tl.minimum(best_logit - total[:, None], 0.0)
         guessed = tl.minimum(tl.load(logits + node * pool, mask=in_step, other=0.0, cache_modifier=".cg") - total, 0.0)
-        before = tl.arange(0, nodes)[None, :] == node[:, None] - 1
-        for place_in_chain in range(1, length):
+        before = tl.arange(0, nodes)[None, :] == node[:, None] - chains
+        for place_in_chain in range(1, tl.cdiv(rows, chains)):
             above_score = tl.sum(tl.where(before, score[None, :] + guessed[None, :], 0.0), axis=1)
             score = tl.where((behind == place_in_chain) & exists, above_score, score)
         is_guessed = tl.sum((before & ((behind > 0) & exists)[:, None]).to(tl.int32), axis=0) > 0
@@ -408,7 +408,7 @@ def grow_kernel(
         open_info = tl.where(fresh, child_info[None, :, :], open_info)
         if program == 0:
             slot = first + node
-            parent = tl.where(behind == 0, base_parent, slot - 1)
+            parent = tl.where(behind == 0, base_parent, slot - chains)
             tl.store(tokens + slot, token, mask=in_step)
             tl.store(parents + slot, tl.where(exists, parent, -1), mask=in_step)
             tl.store(depths + slot, node_depth, mask=in_step)
@@ -419,12 +419,12 @@ def grow_kernel(
                 mask=(step < base_depth[:, None]) & exists[:, None],
                 other=0,
             )
-            path = tl.where(step >= base_depth[:, None], chain[:, None] + step, path)
+            path = tl.where(step >= base_depth[:, None], chain[:, None] + chains * step, path)
             path = tl.where((step <= node_depth[:, None]) & exists[:, None], path, -1)
             tl.store(lineage + slot[:, None] * level + step, path, mask=in_step[:, None])
 
         # The next chains: the best frontier entries.
-        length = 1 + ahead
+        chains = width
         chances = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
         token = tl.zeros((nodes,), tl.int32)
         base_parent = tl.full((nodes,), -1, tl.int32)
@@ -438,15 +438,15 @@ def grow_kernel(
             info = tl.sum(tl.where(chosen, open_info, 0))
             open_scores = tl.where(chosen, float("-inf"), open_scores)
             above = (0x7FFFFFFF - winner.to(tl.int32)) // expand
-            in_chain = node // length == tl.where(winner_score > float("-inf"), number, nodes)
+            in_chain = in_step & (node % width == tl.where(winner_score > float("-inf"), number, nodes))
             token = tl.where(in_chain, info // 32, token)
             base_depth = tl.where(in_chain, info % 32, base_depth)
             base_parent = tl.where(in_chain, above // nodes * rows + above % nodes, base_parent)
-            score = tl.where(in_chain & (node % length == 0), winner_score, score)
+            score = tl.where(in_chain & (node < width), winner_score, score)
         exists = base_depth > 0
     if program == 0:
-        slot = groups * rows + node // length
-        kept = in_step & (node % length == 0)
+        slot = groups * rows + node
+        kept = node < width
         tl.store(tokens + slot, token, mask=kept)
         tl.store(parents + slot, base_parent, mask=kept)
         tl.store(depths + slot, base_depth, mask=kept)

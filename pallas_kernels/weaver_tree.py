@@ -40,7 +40,7 @@ class WeaverWeights(NamedTuple):
 
 
 class TreeGrowth(NamedTuple):
-    """Slots 0 … groups · width in the order in which they were taken, and the children of those that were expanded.
+    """Slots, those of a step together, the last `width` not expanded; and the children of those that were expanded.
 
     A score of −inf marks what is not there; children that became slots are not there any more.
     """
@@ -54,10 +54,13 @@ class TreeGrowth(NamedTuple):
     frontier_tokens: Int[Array, "expanded expand"]
 
 
-def supports(weights: WeaverWeights, *, depth: int, pool: int, width: int, groups: int, expand: int) -> bool:
+def supports(
+    weights: WeaverWeights, *, depth: int, pool: int, width: int, groups: int, expand: int, ahead: int = 0
+) -> bool:
     """Whether `grow` has a kernel for these sizes on this machine."""
     rank, mlp = weights.fc1.shape
-    entries = _power_of_two(groups) * max(8, _power_of_two(width)) * expand
+    rows = width * (1 + ahead)
+    entries = _power_of_two(groups) * max(8, _power_of_two(rows)) * expand
     return (
         weights.qkv.dtype == jnp.bfloat16
         and rank == mlp == _power_of_two(rank)
@@ -66,7 +69,7 @@ def supports(weights: WeaverWeights, *, depth: int, pool: int, width: int, group
         and pool == _power_of_two(pool)
         and COLUMNS <= pool <= 512  # noqa: PLR2004 - the pool of the released Weaver, and the largest measured
         and depth < PATH
-        and width <= COLUMNS
+        and rows <= COLUMNS
         and expand == _power_of_two(expand)
         and entries <= _MOST_ENTRIES
         and _triton_module() is not None
@@ -87,6 +90,7 @@ def grow(
     width: int,
     groups: int,
     expand: int,
+    ahead: int = 0,
 ) -> TreeGrowth:
     """The tree after `groups` steps of `width` nodes, before any pruning; only where `supports` says so.
 
@@ -100,9 +104,10 @@ def grow(
         prompt_keys: of depth + 1 prompt tokens.
         prompt_values: of the same.
         weights: of the Weaver.
-        width: nodes per step, at most 16.
+        width: frontier entries per step.
         groups: steps.
         expand: children per node.
+        ahead: guesses behind each entry, so that a step has width · (1 + ahead) nodes, at most 16.
 
     Raises:
         ValueError: there is no kernel for this machine.
@@ -113,7 +118,7 @@ def grow(
         raise ValueError(message)
     return module.grow(
         root, candidate_ids, candidate_scores.astype(jnp.float32), inputs_table, heads_table, positions,
-        prompt_keys, prompt_values, weights, width=width, groups=groups, expand=expand,
+        prompt_keys, prompt_values, weights, width=width, groups=groups, expand=expand, ahead=ahead,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class NewNodes(NamedTuple):
     first_slot: Int[Array, ""]  # 0 in the first call, for the root and whatever unused slots fill the width
     tokens: Int[Array, "batch width"]
     depths: Int[Array, "batch width"]  # clamped to the last candidate row; nodes at the depth limit get no children
-    ancestors: Bool[Array, "batch width nodes"]  # strict: a node is not its own ancestor
+    ancestors: Bool[Array, "batch width nodes"]  # strict: a node is not its own ancestor; guesses: new nodes among them
 
 
 type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
@@ -188,6 +188,7 @@ def best_first_tree[Carry](
     expand: int | None = None,
     steps: int | None = None,
     spine: bool = False,
+    ahead: int = 0,
 ) -> DraftTree:
     """Grows a tree from its most probable frontier nodes, `width` at a time, under conditionals that `step` computes.
 
@@ -199,6 +200,10 @@ def best_first_tree[Carry](
     With `steps` the tree is pruned: after `steps` calls the `budget` best of all nodes and frontier entries are kept,
     in the order of their scores. So a node does not have to be expanded to get children, nor kept because it was, and
     the number of dependent calls no longer follows from the budget (grow-and-prune, `uzu_tree.py` of trymirai/sglang).
+
+    With `ahead` a call also expands a guessed child of each of its nodes, a guessed child of that one, and so on, so
+    that fewer calls reach as deep: the guess is the first candidate of the depth, and the first call is one chain of
+    guesses from the root. A guess is a node like any other once its parent's conditionals are known.
 
     Args:
         root: last emitted token.
@@ -212,9 +217,10 @@ def best_first_tree[Carry](
         steps: calls of `step` before the tree is pruned; None prunes nothing.
         spine: keep the chain of best children from the root, as far as the budget reaches: its next node is in every
             group, so that it takes a step a node.
+        ahead: guesses behind each of the `width` nodes of a call; needs `steps`, and excludes a spine.
 
     Raises:
-        TfmError: `budget`, `width`, `expand` or `steps` is out of range, or too few steps for a spine.
+        TfmError: `budget`, `width`, `expand`, `steps` or `ahead` is out of range, or too few steps for a spine.
     """
     _check_budget(budget)
     depth, pool = candidate_ids.shape[1:]
@@ -233,16 +239,32 @@ def best_first_tree[Carry](
     if groups < 1:
         message = f"The tree's steps are {groups}; use at least 1."
         raise TfmError(message)
-    seen = expanded_slots(budget, width, steps)
+    if ahead < 0 or (ahead and (steps is None or spine)):
+        message = f"The tree's ahead is {ahead}; use 0, or more in a tree with steps and without a spine."
+        raise TfmError(message)
+    seen = expanded_slots(budget, width, steps, ahead)
+    rows = width * (1 + ahead)
 
-    def grow(group: Int[Array, ""], state: tuple[_Growth, Carry]) -> tuple[_Growth, Carry]:
-        # Slots 1 .. width − 1, expanded together with the root, are still unused then and add nothing to the frontier.
+    def grow(group: int | Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
+        # Without guesses slots 1 .. width − 1, expanded together with the root, are still unused then and add nothing
+        # to the frontier, and the second group takes them.
         growth, carry = state
-        last = jnp.maximum(1 + (group - 1) * width, 0)
-        growth, carry = _expand(growth, carry, last, width, candidate_ids, step, seen)
-        return _take(growth, 1 + group * width, width, spine=spine), carry
+        shift = 0 if ahead else rows - 1
+        first = jnp.maximum(group * rows - shift, 0)
+        growth, carry = _expand(growth, carry, first, rows, candidate_ids, step, seen, chains=chains)
+        following = (group + 1) * rows - shift
+        growth = _take(growth, following, width, spine=spine)
+        for level in range(1, 1 + ahead):
+            growth = _guess(growth, following + level * width, width, candidate_ids)
+        return growth, carry
 
-    growth, _ = lax.fori_loop(0, groups, grow, (_start(root, 1 + groups * width, expand), carry))
+    state = (_start(root, expanded_slots(budget, width, groups + 1, ahead), expand), carry)
+    if ahead:
+        growth, carry = state
+        for slot in range(1, rows):
+            growth = _guess(growth, jnp.int32(slot), 1, candidate_ids)
+        state = grow(0, (growth, carry), chains=1)
+    growth, _ = lax.fori_loop(1 if ahead else 0, groups, grow, state)
     if steps is not None:
         return _prune(growth, budget, depth, spine=spine)
     tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
@@ -277,8 +299,10 @@ def grown_tree(growth: TreeGrowth, *, budget: int, max_depth: int, pruned: bool)
     return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors)
 
 
-def expanded_slots(budget: int, width: int, steps: int | None) -> int:
+def expanded_slots(budget: int, width: int, steps: int | None, ahead: int = 0) -> int:
     """Slots that `best_first_tree` shows to its `step`, the root's among them: those that may be expanded."""
+    if ahead:
+        return width * (1 + ahead) * (steps or 1)
     return budget + 1 if steps is None else 1 + max(steps - 1, 1) * width
 
 
@@ -338,6 +362,30 @@ def _take(growth: _Growth, first: Int[Array, ""], width: int, *, spine: bool) ->
     )
 
 
+def _guess(
+    growth: _Growth, first: Int[Array, ""], width: int, candidate_ids: Int[Array, "batch depth pool"]
+) -> _Growth:
+    """Writes a child of each of the `width` slots before `first` from there on; scores follow in `_expand`."""
+    batch, nodes = growth.tokens.shape
+    depth = candidate_ids.shape[1]
+    parents = jnp.broadcast_to(first - width + jnp.arange(width, dtype=jnp.int32), (batch, width))
+    depths = _pick(growth.depths, parents)
+    tokens = _pick(candidate_ids[..., 0], jnp.minimum(depths, depth - 1))
+    lineage = _pick(growth.ancestors, parents)
+    used = (lineage & (jnp.arange(nodes) == parents[..., None])).any(axis=-1) & (depths < depth) & (tokens >= 0)
+    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
+
+    def write(rows: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(rows, new, first, axis=1)
+
+    return growth._replace(
+        tokens=write(growth.tokens, jnp.where(used, tokens, 0)),
+        parents=write(growth.parents, jnp.where(used, parents, -1)),
+        depths=write(growth.depths, jnp.where(used, depths + 1, 0)),
+        ancestors=write(growth.ancestors, (lineage | own) & used[..., None]),
+    )
+
+
 def _prune(growth: _Growth, budget: int, max_depth: int, *, spine: bool) -> DraftTree:
     """The `budget` best of nodes and frontier, best first.
 
@@ -379,8 +427,13 @@ def _expand[Carry](
     candidate_ids: Int[Array, "batch depth pool"],
     step: NodeStep[Carry],
     nodes: int,
+    *,
+    chains: int,
 ) -> tuple[_Growth, Carry]:
-    """Adds the best children of `width` slots to the frontier; `step` sees only the first `nodes` slots."""
+    """Adds the best children of `width` slots to the frontier; `step` sees only the first `nodes` slots.
+
+    The first `chains` slots are followed by a guessed child of each, and so on; their scores are set here.
+    """
     batch, slots = growth.tokens.shape
     depth = candidate_ids.shape[1]
     expand = growth.frontier_scores.shape[1] // slots
@@ -394,7 +447,19 @@ def _expand[Carry](
     ids = _pick(candidate_ids, row)
     logits = jnp.where(ids >= 0, logits, -jnp.inf)
     best, index = lax.top_k(logits, expand)
-    edges = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)  # rounding could lift it above 0
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    edges = jnp.minimum(best - total, 0.0)  # rounding could lift it above 0
+    if chains < width:
+        guessed = jnp.minimum(logits[..., 0] - total[..., 0], 0.0)
+        used = new(growth.parents) >= 0
+        levels = [new(growth.scores)[:, :chains]]
+        for level in range(chains, width, chains):
+            above = levels[-1] + guessed[:, level - chains : level]
+            levels.append(jnp.where(used[:, level : level + chains], above, -jnp.inf))
+        scores = lax.dynamic_update_slice_in_dim(growth.scores, jnp.concatenate(levels, axis=1), first, axis=1)
+        growth = growth._replace(scores=scores)
+        has_guess = jnp.pad(used[:, chains:], ((0, 0), (0, chains)))
+        best = jnp.where(has_guess[..., None] & (index == 0), -jnp.inf, best)  # it is a node already
     parent_scores = new(growth.scores)[..., None]
     # The depth limit, unused parents and missing candidates all give −inf; `where` also hides −inf − (−inf).
     open_edge = (best > -jnp.inf) & (parent_scores > -jnp.inf) & (new(growth.depths) < depth)[..., None]

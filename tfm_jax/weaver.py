@@ -166,8 +166,9 @@ class Weaver(nnx.Module):
         prompt: WeaverPrompt,
         cache: NodeCache,
         ancestors: Bool[Array, "batch width nodes"],
+        among: Bool[Array, "batch width width"] | None = None,
     ) -> NodeOutput:
-        """Evaluates tree nodes whose ancestors are in the cache.
+        """Evaluates tree nodes whose ancestors are in the cache or among themselves.
 
         Args:
             inputs: rows of `token_table` at the nodes' tokens.
@@ -175,10 +176,12 @@ class Weaver(nnx.Module):
             prompt: this round's prompt.
             cache: keys and values of earlier nodes.
             ancestors: strict ancestors of each node among the cache's slots.
+            among: strict ancestors of each node among the nodes themselves, if there are any.
         """
         batch, width, _ = inputs.shape
         prompt_length = prompt.keys.shape[2]
         own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (batch, width, width))
+        own = own if among is None else own | among
         mask = jnp.concatenate([jnp.ones((batch, width, prompt_length), bool), ancestors, own], axis=-1)
 
         def context(layer: int) -> _KeyValue:
@@ -247,6 +250,7 @@ class Weaver(nnx.Module):
         expand: int | None = None,
         steps: int | None = None,
         spine: bool = False,
+        ahead: int = 0,
     ) -> DraftTree:
         """Best-first tree under the Weaver's conditionals.
 
@@ -262,6 +266,7 @@ class Weaver(nnx.Module):
             expand: see `best_first_tree`.
             steps: see `best_first_tree`.
             spine: see `best_first_tree`.
+            ahead: see `best_first_tree`.
 
         Raises:
             TfmError: a size is out of range.
@@ -269,18 +274,21 @@ class Weaver(nnx.Module):
         config = self.config
         prompt = self.prompt(feature, draft_hidden)
         width = default_width(budget) if width is None else width
-        growth = (
-            None
-            if spine
-            else self._grow(root, prompt, candidate_ids, candidate_scores, tables, budget, width, expand, steps)
-        )
+        groups = -(-budget // width) if steps is None else steps
+        sizes = {"width": width, "groups": groups, "expand": min(8, candidate_ids.shape[2]) if expand is None else expand}
+        growth = None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, ahead=ahead, **sizes)
         if growth is not None:
             return grown_tree(growth, budget=budget, max_depth=candidate_ids.shape[1], pruned=steps is not None)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
         scores = candidate_scores.astype(jnp.float32)
 
         def step(cache: NodeCache, nodes: NewNodes) -> tuple[NodeCache, Array]:
-            output = self.step(tables.inputs[nodes.tokens], nodes.depths, prompt, cache, nodes.ancestors)
+            ancestors, among = nodes.ancestors, None
+            if ahead:
+                rows = nodes.tokens.shape[1]
+                among = jax.lax.dynamic_slice_in_dim(ancestors, nodes.first_slot, rows, axis=2)
+                ancestors &= jnp.arange(slots) < nodes.first_slot
+            output = self.step(tables.inputs[nodes.tokens], nodes.depths, prompt, cache, ancestors, among)
             logits = _take_depth(scores, nodes.depths) + residual(output.r, _take_depth(head_rows, nodes.depths))
             start = (0, nodes.first_slot, 0, 0, 0)
             cache = NodeCache(
@@ -289,7 +297,7 @@ class Weaver(nnx.Module):
             )
             return cache, logits
 
-        slots = expanded_slots(budget, width, steps)
+        slots = expanded_slots(budget, width, steps, ahead)
         empty = jnp.zeros((root.shape[0], slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
         return best_first_tree(
             root,
@@ -301,6 +309,7 @@ class Weaver(nnx.Module):
             expand=expand,
             steps=steps,
             spine=spine,
+            ahead=ahead,
         )
 
     def _grow(
@@ -310,10 +319,7 @@ class Weaver(nnx.Module):
         candidate_ids: Array,
         candidate_scores: Array,
         tables: WeaverTables,
-        budget: int,
-        width: int,
-        expand: int | None,
-        steps: int | None,
+        **sizes: int,
     ) -> weaver_tree.TreeGrowth | None:
         """The tree grown in one kernel, where there is one for these sizes on this machine."""
         config, (batch, depth, pool) = self.config, candidate_ids.shape
@@ -326,8 +332,6 @@ class Weaver(nnx.Module):
         weights = weaver_tree.WeaverWeights(
             *attn, block.qkv.kernel[...], block.out.kernel[...], *mlp, *fc1, *fc2, *last
         )
-        sizes = {"width": width, "groups": -(-budget // width) if steps is None else steps}
-        sizes["expand"] = min(8, pool) if expand is None else expand
         if not weaver_tree.supports(weights, depth=depth, pool=pool, **sizes):
             return None
         return weaver_tree.grow(
