@@ -64,7 +64,7 @@ def _meet(counter, total):
         pack=1,
     )
     tl.debug_barrier()
-    return zero
+    return zero * COLUMNS  # so that addresses stay multiples of a load's width
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def grow_kernel(
 
     A step's nodes are `width` frontier entries, then a guessed child of each, then a guessed child of each of these,
     `ahead` times; in the first step they are one chain from the root. Group g holds the slots from g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a
-    power of two of at least 8. Frontier entries are [group, node, child], in the order of slots. `lineage[slot]` holds
+    power of two of at least 4. Frontier entries are [group, node, child], in the order of slots. `lineage[slot]` holds
     the slot's path, −1 beyond its own depth.
     """
     program = tl.program_id(0)
@@ -479,7 +479,7 @@ def grow(
     expand: int,
     ahead: int = 0,
     num_warps: int = 8,
-    least_nodes: int = 8,
+    least_nodes: int = 4,
 ) -> TreeGrowth:
     """The tree after `groups` steps of `width` nodes, before any pruning."""
     depth, pool = candidate_ids.shape

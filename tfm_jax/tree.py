@@ -245,7 +245,7 @@ def best_first_tree[Carry](
     seen = expanded_slots(budget, width, steps, ahead)
     rows = width * (1 + ahead)
 
-    def grow(group: int | Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
+    def grow(group: Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
         # Without guesses slots 1 .. width − 1, expanded together with the root, are still unused then and add nothing
         # to the frontier, and the second group takes them.
         growth, carry = state
@@ -263,7 +263,7 @@ def best_first_tree[Carry](
         growth, carry = state
         for slot in range(1, rows):
             growth = _guess(growth, jnp.int32(slot), 1, candidate_ids)
-        state = grow(0, (growth, carry), chains=1)
+        state = grow(jnp.int32(0), (growth, carry), chains=1)
     growth, _ = lax.fori_loop(1 if ahead else 0, groups, grow, state)
     if steps is not None:
         return _prune(growth, budget, depth, spine=spine)

@@ -312,6 +312,15 @@ class Weaver(nnx.Module):
             ahead=ahead,
         )
 
+    def kernel_weights(self) -> weaver_tree.WeaverWeights:
+        """What the kernel that grows a whole tree takes of a Weaver of generation 1 with one layer."""
+        block = self.blocks[0]
+        norms = (block.norm_attn, block.norm_mlp, self.out_norm)
+        attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
+        fc1, fc2 = ((layer.kernel[...], layer.bias[...]) for layer in (block.fc1, block.fc2))
+        qkv, out = block.qkv.kernel[...], block.out.kernel[...]
+        return weaver_tree.WeaverWeights(*attn, qkv, out, *mlp, *fc1, *fc2, *last)
+
     def _grow(
         self,
         root: Array,
@@ -325,13 +334,7 @@ class Weaver(nnx.Module):
         config, (batch, depth, pool) = self.config, candidate_ids.shape
         if config.generation != "w1" or config.layers != 1 or batch != 1:
             return None
-        block = self.blocks[0]
-        norms = (block.norm_attn, block.norm_mlp, self.out_norm)
-        attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
-        fc1, fc2 = ((layer.kernel[...], layer.bias[...]) for layer in (block.fc1, block.fc2))
-        weights = weaver_tree.WeaverWeights(
-            *attn, block.qkv.kernel[...], block.out.kernel[...], *mlp, *fc1, *fc2, *last
-        )
+        weights = self.kernel_weights()
         if not weaver_tree.supports(weights, depth=depth, pool=pool, **sizes):
             return None
         return weaver_tree.grow(
