@@ -30,6 +30,7 @@ from pallas_kernels.weaver_tree import PATH, WeaverWeights, TreeGrowth
 from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
 
 COLUMNS = tl.constexpr(_COLUMNS)
+LEVELS = tl.constexpr(PATH)
 LOWEST = tl.constexpr(-(2**63))
 
 
@@ -84,35 +85,71 @@ def _key_float(key):
 
 @triton.jit
 @no_type_check
-def _half(kernel, column, odd: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
-    """[splits, rank / splits / 2, 16]: the even or the odd channels of a program's columns of a matrix [rank, width]."""
-    share: tl.constexpr = rank // splits // 2
-    channel = tl.arange(0, splits).to(tl.int64)[:, None, None] * share + tl.arange(0, share).to(tl.int64)[None, :, None]
-    offset = channel * (2 * width) + tl.arange(0, COLUMNS).to(tl.int64)[None, None, :]
-    return tl.load(kernel + column + odd * width + offset)
+def _channels(half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """[splits, rank / splits / 2]: half of the channels, in runs, one run a warp."""
+    run: tl.constexpr = rank // splits // 2
+    return (tl.arange(0, splits).to(tl.int64)[:, None] * 2 + half) * run + tl.arange(0, run).to(tl.int64)[None, :]
 
 
 @triton.jit
 @no_type_check
-def _halves(x, nodes: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
-    """Even and odd channels of x [nodes, rank], each [splits, rank / splits / 2, nodes]."""
-    share: tl.constexpr = rank // splits // 2
-    even, odd = tl.split(tl.reshape(x, [nodes, rank // 2, 2]))
-    even = tl.permute(tl.reshape(even, [nodes, splits, share]), (1, 2, 0))
-    return even, tl.permute(tl.reshape(odd, [nodes, splits, share]), (1, 2, 0))
+def _half(kernel, column, half: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """[splits, run, 16]: half of the channels of a program's columns of a matrix [rank, width]."""
+    offset = _channels(half, rank, splits)[:, :, None] * width + tl.arange(0, COLUMNS).to(tl.int64)[None, None, :]
+    return tl.load(kernel + column + offset)
+
+
+@triton.jit
+@no_type_check
+def _rows(x, half: tl.constexpr, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """[splits, run, nodes]: the same channels of an activation that other programs wrote; nodes from `width` on are 0."""
+    node = tl.arange(0, nodes)[None, None, :]
+    at = node * rank + _channels(half, rank, splits)[:, :, None]
+    return tl.load(x + at, mask=node < width, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+@no_type_check
+def _inputs(
+    table, positions, token, row, half: tl.constexpr, nodes: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
+):
+    """[splits, run, nodes]: the same channels of the nodes' inputs."""
+    channel = _channels(half, rank, splits)[:, :, None]
+    here = tl.load(table + token[None, None, :].to(tl.int64) * rank + channel)
+    return _sum(here, tl.load(positions + row[None, None, :] * rank + channel))
+
+
+@triton.jit
+@no_type_check
+def _norms(first, second, scale, bias, rank: tl.constexpr, splits: tl.constexpr):
+    """Biased RMS norm of nodes given in two halves."""
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(tl.sum(x * x + y * y, axis=1), axis=0) / rank + 1e-6)[None, None, :]
+    channel = _channels(0, rank, splits)[:, :, None]
+    other = _channels(1, rank, splits)[:, :, None]
+    x = x * inverse * tl.load(scale + channel).to(tl.float32) + tl.load(bias + channel).to(tl.float32)
+    y = y * inverse * tl.load(scale + other).to(tl.float32) + tl.load(bias + other).to(tl.float32)
+    return _pin(x.to(tl.bfloat16)), _pin(y.to(tl.bfloat16))
+
+
+@triton.jit
+@no_type_check
+def _pin(x):
+    """x itself; the compiler would move a change of layout to in front of this, to where x was loaded, and wait there."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit
 @no_type_check
 def _product(weights, x):
     """[splits, 16, nodes]: half of a product, its sum over channels not finished."""
-    return tl.dot(tl.permute(weights, (0, 2, 1)), x, out_dtype=tl.float32)
+    return tl.dot(tl.permute(_pin(weights), (0, 2, 1)), x, out_dtype=tl.float32)
 
 
 @triton.jit
 @no_type_check
-def _total(even, odd):
-    return tl.sum(even + odd, axis=0).to(tl.bfloat16)
+def _total(first, second):
+    return tl.sum(first + second, axis=0).to(tl.bfloat16)
 
 
 @triton.jit
@@ -136,14 +173,6 @@ def _norm(x, scale, bias, rank: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _rows(x, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr):
-    """[nodes, rank] of an activation that other programs wrote; rows from `width` on are zero."""
-    node, channel = tl.arange(0, nodes)[:, None], tl.arange(0, rank)[None, :]
-    return tl.load(x + node * rank + channel, mask=node < width, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-@no_type_check
 def _own(x, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr):
     """[16, nodes] of an activation: a program's own columns."""
     node = tl.arange(0, nodes)[None, :]
@@ -163,6 +192,104 @@ def _put(x, value, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.co
 @no_type_check
 def _pick(vector, index, size: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, size) == index, vector, 0))
+
+
+@triton.jit
+@no_type_check
+def _attend(query, key_at, value_at, in_prompt, path_key_at, path_value_at, in_path, size: tl.constexpr):
+    """One head's attention over the prompt and the node's path, at most 16 rows of each."""
+    key = tl.load(key_at, mask=in_prompt[:, None], other=0.0).to(tl.float32)
+    value = tl.load(value_at, mask=in_prompt[:, None], other=0.0).to(tl.float32)
+    path_key = tl.load(path_key_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+    path_value = tl.load(path_value_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+    scaling: tl.constexpr = size**-0.5
+    match = tl.where(in_prompt, tl.sum(query[None, :] * key, axis=1) * scaling, float("-inf"))
+    path_match = tl.where(in_path, tl.sum(query[None, :] * path_key, axis=1) * scaling, float("-inf"))
+    top = tl.maximum(tl.max(match), tl.max(path_match))
+    match, path_match = tl.exp(match - top), tl.exp(path_match - top)
+    total = tl.sum(match) + tl.sum(path_match)
+    match = (match / total).to(tl.bfloat16).to(tl.float32)
+    path_match = (path_match / total).to(tl.bfloat16).to(tl.float32)
+    return (tl.sum(match[:, None] * value, axis=0) + tl.sum(path_match[:, None] * path_value, axis=0)).to(tl.bfloat16)
+
+
+@triton.jit
+@no_type_check
+def _children(logits, node, in_step, nodes: tl.constexpr, pool: tl.constexpr, expand: tl.constexpr):
+    """Logits and places in the pool of the best children, [nodes, expand], and the log of each node's total."""
+    option = tl.arange(0, pool)[None, :]
+    at = node[:, None] * pool + option
+    logit = tl.load(logits + at, mask=in_step[:, None], other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(logit, axis=1)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    total = finite + tl.log(tl.sum(tl.exp(logit - finite[:, None]), axis=1))
+    order = (_float_key(logit) << 32) | (pool - 1 - option)
+    place = tl.arange(0, expand)[None, :]
+    best = tl.full((nodes, expand), LOWEST, tl.int64)
+    for child in tl.static_range(expand):
+        winner = tl.max(order, axis=1)
+        order = tl.where(order == winner[:, None], LOWEST, order)
+        best = tl.where(place == child, winner[:, None], best)
+    return _key_float(best >> 32), pool - 1 - best.to(tl.int32), total
+
+
+@triton.jit
+@no_type_check
+def _score_guesses(score, guessed, behind, exists, node, chains, nodes: tl.constexpr, rows: tl.constexpr):
+    """Scores along the chains, and which nodes have a guessed child; `guessed` is that child's log-probability."""
+    before = tl.arange(0, nodes)[None, :] == node[:, None] - chains
+    for place in range(1, tl.cdiv(rows, chains)):
+        above = tl.sum(tl.where(before, score[None, :] + guessed[None, :], 0.0), axis=1)
+        score = tl.where((behind == place) & exists, above, score)
+    is_guess = (behind > 0) & exists
+    return score, tl.sum((before & is_guess[:, None]).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+@no_type_check
+def _choose(
+    open_scores, open_info, entry, node, nodes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr,
+    expand: tl.constexpr,
+):  # fmt: skip
+    """Takes the best frontier entries: token, parent, depth and score of the first node of each chain."""
+    order = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
+    token, depth = tl.zeros((nodes,), tl.int32), tl.zeros((nodes,), tl.int32)
+    parent = tl.full((nodes,), -1, tl.int32)
+    score = tl.full((nodes,), float("-inf"), tl.float32)
+    for number in tl.static_range(width):
+        winner = tl.max(order)
+        chosen = order == winner
+        order = tl.where(chosen, LOWEST, order)
+        open_scores = tl.where(chosen, float("-inf"), open_scores)
+        winner_score = _key_float(winner >> 32)
+        info = tl.sum(tl.where(chosen, open_info, 0))
+        above = (0x7FFFFFFF - winner.to(tl.int32)) // expand
+        in_chain = (node < rows) & (node % width == tl.where(winner_score > float("-inf"), number, nodes))
+        token, depth = tl.where(in_chain, info // 32, token), tl.where(in_chain, info % 32, depth)
+        parent = tl.where(in_chain, above // nodes * rows + above % nodes, parent)
+        score = tl.where(in_chain & (node < width), winner_score, score)
+    return token, parent, depth, score, open_scores
+
+
+@triton.jit
+@no_type_check
+def _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists):
+    """[nodes, 16]: slots from the root to each node, −1 beyond; all −1 for an unused node."""
+    step = tl.arange(0, LEVELS)[None, :]
+    shared = (step < base_depth[:, None]) & exists[:, None]
+    path = tl.load(lineage + base_parent[:, None] * LEVELS + step, mask=shared, other=0)
+    path = tl.where(step >= base_depth[:, None], chain[:, None] + chains * step, path)
+    return tl.where((step <= node_depth[:, None]) & exists[:, None], path, -1)
+
+
+@triton.jit
+@no_type_check
+def _record(tokens, parents, depths, scores, lineage, slot, token, parent, depth, score, path, kept):
+    tl.store(tokens + slot, token, mask=kept)
+    tl.store(parents + slot, parent, mask=kept)
+    tl.store(depths + slot, depth, mask=kept)
+    tl.store(scores + slot, score, mask=kept)
+    tl.store(lineage + slot[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :], path, mask=kept[:, None])
 
 
 @triton.jit
@@ -228,7 +355,6 @@ def grow_kernel(
     column = program * COLUMNS
     head_dim: tl.constexpr = rank // heads
     rows: tl.constexpr = width * (1 + ahead)
-    level: tl.constexpr = 16  # a path's length, padded
     node = tl.arange(0, nodes)
     channel = tl.arange(0, rank)
     in_step = node < rows
@@ -266,56 +392,43 @@ def grow_kernel(
         row = tl.minimum(node_depth, depth - 1)
 
         # Query, key, value.
-        here = tl.load(inputs_table + token[:, None] * rank + channel[None, :], mask=in_step[:, None], other=0.0)
-        there = tl.load(positions + row[:, None] * rank + channel[None, :], mask=in_step[:, None], other=0.0)
-        x = _norm(_sum(here, there), norm_attn_scale, norm_attn_bias, rank)
-        even, odd = _halves(x, nodes, rank, splits)
+        first_half = _inputs(inputs_table, positions, token, row, 0, nodes, rank, splits)
+        second_half = _inputs(inputs_table, positions, token, row, 1, nodes, rank, splits)
+        first_half, second_half = _norms(first_half, second_half, norm_attn_scale, norm_attn_bias, rank, splits)
         next_0 = _half(qkv, rank + column + zero, 0, 3 * rank, rank, splits)
-        sum_0 = _product(weights_0, even)
+        sum_0 = _product(weights_0, first_half)
         next_1 = _half(qkv, rank + column + zero, 1, 3 * rank, rank, splits)
-        sum_1 = _product(weights_1, odd)
+        sum_1 = _product(weights_1, second_half)
         _put(queries, _total(sum_0, sum_1), column, nodes, rows, rank)
         weights_0 = _half(qkv, 2 * rank + column + zero, 0, 3 * rank, rank, splits)
-        sum_0 = _product(next_0, even)
+        sum_0 = _product(next_0, first_half)
         weights_1 = _half(qkv, 2 * rank + column + zero, 1, 3 * rank, rank, splits)
-        sum_1 = _product(next_1, odd)
+        sum_1 = _product(next_1, second_half)
         _put(keys + first * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
         next_0 = _half(out, column + zero, 0, rank, rank, splits)
-        sum_0 = _product(weights_0, even)
+        sum_0 = _product(weights_0, first_half)
         next_1 = _half(out, column + zero, 1, rank, rank, splits)
-        sum_1 = _product(weights_1, odd)
+        sum_1 = _product(weights_1, second_half)
         _put(values + first * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
         # Attention of a node and a head over the prompt and the node's path.
         for pair in range(program, rows * heads, programs):
-            own, head = pair // heads, pair % heads
-            at = head * head_dim + tl.arange(0, head_dim)
-            step = tl.arange(0, level)
-            own_depth, own_base = _pick(node_depth, own, nodes), _pick(base_depth, own, nodes)
-            path = tl.load(lineage + _pick(base_parent, own, nodes) * level + step, mask=step < own_base, other=0)
-            path = tl.where(step >= own_base, _pick(chain, own, nodes) + chains * step, path)
+            own = pair // heads
+            path_length, shared = _pick(node_depth, own, nodes) + 1, _pick(base_depth, own, nodes)
+            step = tl.arange(0, LEVELS)
+            path = tl.load(lineage + _pick(base_parent, own, nodes) * LEVELS + step, mask=step < shared, other=0)
+            path = tl.where(step >= shared, _pick(chain, own, nodes) + chains * step, path)
+            at = (pair % heads) * head_dim + tl.arange(0, head_dim)
             query = tl.load(queries + own * rank + at, cache_modifier=".cg").to(tl.float32)
-            in_prompt, in_path = step < depth + 1, step <= own_depth
-            key = tl.load(prompt_keys + step[:, None] * rank + at[None, :], mask=in_prompt[:, None], other=0.0)
-            value = tl.load(prompt_values + step[:, None] * rank + at[None, :], mask=in_prompt[:, None], other=0.0)
+            prompt_at = step[:, None] * rank + at[None, :]
             path_at = path[:, None] * rank + at[None, :]
-            path_key = tl.load(keys + path_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg")
-            path_value = tl.load(values + path_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg")
-            scaling: tl.constexpr = head_dim**-0.5
-            match = tl.sum(query[None, :] * key.to(tl.float32), axis=1) * scaling
-            match = tl.where(in_prompt, match, float("-inf"))
-            path_match = tl.sum(query[None, :] * path_key.to(tl.float32), axis=1) * scaling
-            path_match = tl.where(in_path, path_match, float("-inf"))
-            top = tl.maximum(tl.max(match), tl.max(path_match))
-            match, path_match = tl.exp(match - top), tl.exp(path_match - top)
-            total = tl.sum(match) + tl.sum(path_match)
-            match = (match / total).to(tl.bfloat16).to(tl.float32)
-            path_match = (path_match / total).to(tl.bfloat16).to(tl.float32)
-            mixed = tl.sum(match[:, None] * value.to(tl.float32), axis=0)
-            mixed += tl.sum(path_match[:, None] * path_value.to(tl.float32), axis=0)
-            tl.store(attended + own * rank + at, mixed.to(tl.bfloat16))
+            mixed = _attend(
+                query, prompt_keys + prompt_at, prompt_values + prompt_at, step < depth + 1,
+                keys + path_at, values + path_at, step < path_length, head_dim,
+            )  # fmt: skip
+            tl.store(attended + own * rank + at, mixed)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
@@ -324,29 +437,32 @@ def grow_kernel(
         before = tl.load(inputs_table + token[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
         there = tl.load(positions + row[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
         before = _sum(before, there)
-        even, odd = _halves(_rows(attended, nodes, rows, rank), nodes, rank, splits)
+        first_half = _rows(attended, 0, nodes, rows, rank, splits)
+        second_half = _rows(attended, 1, nodes, rows, rank, splits)
         weights_0 = _half(fc1, column + zero, 0, rank, rank, splits)
-        sum_0 = _product(next_0, even)
+        sum_0 = _product(next_0, first_half)
         weights_1 = _half(fc1, column + zero, 1, rank, rank, splits)
-        sum_1 = _product(next_1, odd)
+        sum_1 = _product(next_1, second_half)
         _put(middle, _sum(before, _total(sum_0, sum_1)), column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
         # MLP.
-        x = _norm(_rows(middle, nodes, rows, rank), norm_mlp_scale, norm_mlp_bias, rank)
-        even, odd = _halves(x, nodes, rank, splits)
+        first_half = _rows(middle, 0, nodes, rows, rank, splits)
+        second_half = _rows(middle, 1, nodes, rows, rank, splits)
+        first_half, second_half = _norms(first_half, second_half, norm_mlp_scale, norm_mlp_bias, rank, splits)
         next_0 = _half(fc2, column + zero, 0, rank, rank, splits)
-        sum_0 = _product(weights_0, even)
+        sum_0 = _product(weights_0, first_half)
         next_1 = _half(fc2, column + zero, 1, rank, rank, splits)
-        sum_1 = _product(weights_1, odd)
+        sum_1 = _product(weights_1, second_half)
         inner = _sum(_total(sum_0, sum_1), tl.load(fc1_bias + own_column)).to(tl.float32)
         x = (0.5 * inner * (1.0 + tl.math.erf(inner * 0.7071067811865476))).to(tl.bfloat16)
         _put(hidden, x, column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
-        even, odd = _halves(_rows(hidden, nodes, rows, rank), nodes, rank, splits)
-        x = _sum(_total(_product(next_0, even), _product(next_1, odd)), tl.load(fc2_bias + own_column))
+        first_half = _rows(hidden, 0, nodes, rows, rank, splits)
+        second_half = _rows(hidden, 1, nodes, rows, rank, splits)
+        x = _sum(_total(_product(next_0, first_half), _product(next_1, second_half)), tl.load(fc2_bias + own_column))
         _put(last, _sum(_own(middle, column, nodes, rows, rank), x), column, nodes, rows, rank)
 
         # Logits: 16 candidates of one node at a time.
@@ -376,29 +492,11 @@ def grow_kernel(
         zero = _meet(counter, arrivals)
 
         # Children: the best of each node.
-        option = tl.arange(0, pool)[None, :]
-        logit = tl.load(
-            logits + node[:, None] * pool + option, mask=in_step[:, None], other=float("-inf"), cache_modifier=".cg"
-        )
-        top = tl.max(logit, axis=1)
-        finite = tl.where(top == float("-inf"), 0.0, top)
-        total = finite + tl.log(tl.sum(tl.exp(logit - finite[:, None]), axis=1))
-        order = (_float_key(logit) << 32) | (pool - 1 - option)
-        place = tl.arange(0, expand)[None, :]
-        best = tl.full((nodes, expand), LOWEST, tl.int64)
-        for child in tl.static_range(expand):
-            winner = tl.max(order, axis=1)
-            order = tl.where(order == winner[:, None], LOWEST, order)
-            best = tl.where(place == child, winner[:, None], best)
-        best_logit, best_option = _key_float(best >> 32), pool - 1 - best.to(tl.int32)
+        best_logit, best_option, total = _children(logits, node, in_step, nodes, pool, expand)
         ids = tl.load(candidate_ids + row[:, None] * pool + best_option)
         edge = tl.minimum(best_logit - total[:, None], 0.0)
         guessed = tl.minimum(tl.load(logits + node * pool, mask=in_step, other=0.0, cache_modifier=".cg") - total, 0.0)
-        before = tl.arange(0, nodes)[None, :] == node[:, None] - chains
-        for place_in_chain in range(1, tl.cdiv(rows, chains)):
-            above_score = tl.sum(tl.where(before, score[None, :] + guessed[None, :], 0.0), axis=1)
-            score = tl.where((behind == place_in_chain) & exists, above_score, score)
-        is_guessed = tl.sum((before & ((behind > 0) & exists)[:, None]).to(tl.int32), axis=0) > 0
+        score, is_guessed = _score_guesses(score, guessed, behind, exists, node, chains, nodes, rows)
         usable = (best_logit > float("-inf")) & (score[:, None] > float("-inf")) & (node_depth[:, None] < depth)
         usable = usable & ((best_option > 0) | ~is_guessed[:, None])
         child_scores = tl.where(usable, score[:, None] + edge, float("-inf"))
@@ -408,55 +506,24 @@ def grow_kernel(
         open_info = tl.where(fresh, child_info[None, :, :], open_info)
         if program == 0:
             slot = first + node
-            parent = tl.where(behind == 0, base_parent, slot - chains)
-            tl.store(tokens + slot, token, mask=in_step)
-            tl.store(parents + slot, tl.where(exists, parent, -1), mask=in_step)
-            tl.store(depths + slot, node_depth, mask=in_step)
-            tl.store(scores + slot, score, mask=in_step)
-            step = tl.arange(0, level)[None, :]
-            path = tl.load(
-                lineage + base_parent[:, None] * level + step,
-                mask=(step < base_depth[:, None]) & exists[:, None],
-                other=0,
-            )
-            path = tl.where(step >= base_depth[:, None], chain[:, None] + chains * step, path)
-            path = tl.where((step <= node_depth[:, None]) & exists[:, None], path, -1)
-            tl.store(lineage + slot[:, None] * level + step, path, mask=in_step[:, None])
+            parent = tl.where(exists, tl.where(behind == 0, base_parent, slot - chains), -1)
+            path = _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists)
+            _record(tokens, parents, depths, scores, lineage, slot, token, parent, node_depth, score, path, in_step)
 
         # The next chains: the best frontier entries.
         chains = width
-        chances = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
-        token = tl.zeros((nodes,), tl.int32)
-        base_parent = tl.full((nodes,), -1, tl.int32)
-        base_depth = tl.zeros((nodes,), tl.int32)
-        score = tl.full((nodes,), float("-inf"), tl.float32)
-        for number in tl.static_range(width):
-            winner = tl.max(chances)
-            chosen = chances == winner
-            chances = tl.where(chosen, LOWEST, chances)
-            winner_score = _key_float(winner >> 32)
-            info = tl.sum(tl.where(chosen, open_info, 0))
-            open_scores = tl.where(chosen, float("-inf"), open_scores)
-            above = (0x7FFFFFFF - winner.to(tl.int32)) // expand
-            in_chain = in_step & (node % width == tl.where(winner_score > float("-inf"), number, nodes))
-            token = tl.where(in_chain, info // 32, token)
-            base_depth = tl.where(in_chain, info % 32, base_depth)
-            base_parent = tl.where(in_chain, above // nodes * rows + above % nodes, base_parent)
-            score = tl.where(in_chain & (node < width), winner_score, score)
+        token, base_parent, base_depth, score, open_scores = _choose(
+            open_scores, open_info, entry, node, nodes, width, rows, expand
+        )
         exists = base_depth > 0
     if program == 0:
+        tl.debug_barrier()  # reads paths that it has just written
+        chain = groups * rows + node - base_depth
+        path = _paths(lineage, base_parent, base_depth, base_depth, chain, 1, exists)
         slot = groups * rows + node
-        kept = node < width
-        tl.store(tokens + slot, token, mask=kept)
-        tl.store(parents + slot, base_parent, mask=kept)
-        tl.store(depths + slot, base_depth, mask=kept)
-        tl.store(scores + slot, score, mask=kept)
-        step = tl.arange(0, level)[None, :]
-        path = tl.load(
-            lineage + base_parent[:, None] * level + step, mask=(step < base_depth[:, None]) & kept[:, None], other=-1
+        _record(
+            tokens, parents, depths, scores, lineage, slot, token, base_parent, base_depth, score, path, node < width
         )
-        path = tl.where((step == base_depth[:, None]) & exists[:, None], slot[:, None], path)
-        tl.store(lineage + slot[:, None] * level + step, path, mask=kept[:, None])
         at = (group_at * rows + node_at) * expand + child_at
         kept_children = (node_at < rows) & (group_at < groups)
         tl.store(frontier_scores + at, open_scores, mask=kept_children)
