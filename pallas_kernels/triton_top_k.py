@@ -51,7 +51,7 @@ def top_k(
     bits: int = 20,
     rank_rows: int = 64,
 ) -> tuple[Array, Array]:
-    """Values and ids of the `k` largest elements of every row, best first.
+    """Values and ids of the `k` largest elements of every row, best first; under `jax.vmap` all rows in one call.
 
     Args:
         logits: float32 or bfloat16.
@@ -62,6 +62,24 @@ def top_k(
         bits: upper bits of the bound.
         rank_rows: candidates per program of the third kernel.
     """
+    sizes = {"k": k, "slab": slab, "parts": parts, "tile": tile, "bits": bits, "rank_rows": rank_rows}
+
+    @jax.custom_batching.custom_vmap
+    def select(logits: Array) -> tuple[Array, Array]:
+        return _call_kernels(logits, **sizes)
+
+    @select.def_vmap
+    def select_batch(size: int, _: list[bool], logits: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        values, ids = select(logits.reshape(-1, logits.shape[-1]))
+        shape = (size, -1, k)
+        return (values.reshape(shape), ids.reshape(shape)), (True, True)
+
+    return select(logits)
+
+
+def _call_kernels(
+    logits: Array, *, k: int, slab: int, parts: int, tile: int, bits: int, rank_rows: int
+) -> tuple[Array, Array]:
     rows, vocab = logits.shape
     count = jax.ShapeDtypeStruct((rows,), jnp.int32)
     candidate = jax.ShapeDtypeStruct((rows, CANDIDATES), jnp.int32)

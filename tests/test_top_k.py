@@ -99,3 +99,12 @@ def test_triton_is_exact(kind: str, rows: int, vocab: int, k: int) -> None:
 @pytest.mark.gpu
 def test_triton_takes_bfloat16() -> None:
     check(jnp.asarray(draw_rows("random", 3, LONG, 5), jnp.bfloat16), 512, "triton")
+
+
+@pytest.mark.gpu
+def test_triton_works_under_vmap() -> None:
+    logits = jnp.asarray(draw_rows("random", 6, LONG, 6)).reshape(2, 3, LONG)
+    values, ids = jax.vmap(lambda rows: top_k(rows, 9, implementation="triton"))(logits)
+    expected = lax.top_k(logits, 9)
+    np.testing.assert_array_equal(ids, expected[1])
+    np.testing.assert_array_equal(values, expected[0])
