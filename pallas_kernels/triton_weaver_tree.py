@@ -93,10 +93,10 @@ def _channels(half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _half(kernel, column, half: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
-    """[splits, run, 16]: half of the channels of a program's columns of a matrix [rank, width]."""
-    offset = _channels(half, rank, splits)[:, :, None] * width + tl.arange(0, COLUMNS).to(tl.int64)[None, None, :]
-    return tl.load(kernel + column + offset)
+def _half(kernel, column, half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+    """[splits, 16, run]: half of the channels of a program's columns of a matrix, stored [columns, rank]."""
+    offset = tl.arange(0, COLUMNS).to(tl.int64)[None, :, None] * rank + _channels(half, rank, splits)[:, None, :]
+    return tl.load(kernel + column * rank + offset)
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _pin(x):
 @no_type_check
 def _product(weights, x):
     """[splits, 16, nodes]: half of a product, its sum over channels not finished."""
-    return tl.dot(tl.permute(_pin(weights), (0, 2, 1)), x, out_dtype=tl.float32)
+    return tl.dot(_pin(weights), x, out_dtype=tl.float32)
 
 
 @triton.jit
@@ -215,6 +215,15 @@ def _attend(query, key_at, value_at, in_prompt, path_key_at, path_value_at, in_p
 
 @triton.jit
 @no_type_check
+def _heads(candidate_ids, heads_table, candidate, row, used, pool: tl.constexpr, rank: tl.constexpr):
+    """Ids of candidates of a depth, −1 for none, and their rows of the table of heads."""
+    ids = tl.load(candidate_ids + row * pool + candidate, mask=(candidate < pool) & used, other=-1)
+    at = ids.to(tl.int64)[:, None] * rank + tl.arange(0, rank)[None, :]
+    return ids, tl.load(heads_table + at, mask=(ids >= 0)[:, None], other=0.0)
+
+
+@triton.jit
+@no_type_check
 def _children(logits, node, in_step, nodes: tl.constexpr, pool: tl.constexpr, expand: tl.constexpr):
     """Logits and places in the pool of the best children, [nodes, expand], and the log of each node's total."""
     option = tl.arange(0, pool)[None, :]
@@ -226,7 +235,7 @@ def _children(logits, node, in_step, nodes: tl.constexpr, pool: tl.constexpr, ex
     order = (_float_key(logit) << 32) | (pool - 1 - option)
     place = tl.arange(0, expand)[None, :]
     best = tl.full((nodes, expand), LOWEST, tl.int64)
-    for child in tl.static_range(expand):
+    for child in range(expand):
         winner = tl.max(order, axis=1)
         order = tl.where(order == winner[:, None], LOWEST, order)
         best = tl.where(place == child, winner[:, None], best)
@@ -256,7 +265,7 @@ def _choose(
     token, depth = tl.zeros((nodes,), tl.int32), tl.zeros((nodes,), tl.int32)
     parent = tl.full((nodes,), -1, tl.int32)
     score = tl.full((nodes,), float("-inf"), tl.float32)
-    for number in tl.static_range(width):
+    for number in range(width):
         winner = tl.max(order)
         chosen = order == winner
         order = tl.where(chosen, LOWEST, order)
@@ -323,9 +332,7 @@ def grow_kernel(
     lineage,
     frontier_scores,
     frontier_tokens,
-    queries,
-    keys,
-    values,
+    projections,
     attended,
     middle,
     hidden,
@@ -358,6 +365,10 @@ def grow_kernel(
     node = tl.arange(0, nodes)
     channel = tl.arange(0, rank)
     in_step = node < rows
+    slots: tl.constexpr = groups * rows + width
+    keys = projections + slots * rank
+    own = program // (programs // nodes)  # the node whose logits this program computes
+    blocks: tl.constexpr = (pool * nodes + programs * COLUMNS - 1) // (programs * COLUMNS)
 
     # The step's chains: how many, and per node the parent and the depth of its chain's first node.
     chains = 1
@@ -376,8 +387,8 @@ def grow_kernel(
 
     arrivals = 0
     zero = 0
-    weights_0 = _half(qkv, column, 0, 3 * rank, rank, splits)
-    weights_1 = _half(qkv, column, 1, 3 * rank, rank, splits)
+    weights_0 = _half(qkv, column, 0, rank, splits)
+    weights_1 = _half(qkv, column, 1, rank, splits)
     for group in range(groups):
         # Nodes behind the first of a chain: the drafter's best tokens.
         first = group * rows
@@ -390,45 +401,39 @@ def grow_kernel(
         node_depth = tl.where(exists, node_depth, 0)
         chain = first + node % chains - base_depth * chains  # + chains · d: the chain's slot of depth d
         row = tl.minimum(node_depth, depth - 1)
+        own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
 
         # Query, key, value.
         first_half = _inputs(inputs_table, positions, token, row, 0, nodes, rank, splits)
         second_half = _inputs(inputs_table, positions, token, row, 1, nodes, rank, splits)
         first_half, second_half = _norms(first_half, second_half, norm_attn_scale, norm_attn_bias, rank, splits)
-        next_0 = _half(qkv, rank + column + zero, 0, 3 * rank, rank, splits)
-        sum_0 = _product(weights_0, first_half)
-        next_1 = _half(qkv, rank + column + zero, 1, 3 * rank, rank, splits)
-        sum_1 = _product(weights_1, second_half)
-        _put(queries, _total(sum_0, sum_1), column, nodes, rows, rank)
-        weights_0 = _half(qkv, 2 * rank + column + zero, 0, 3 * rank, rank, splits)
-        sum_0 = _product(next_0, first_half)
-        weights_1 = _half(qkv, 2 * rank + column + zero, 1, 3 * rank, rank, splits)
-        sum_1 = _product(next_1, second_half)
-        _put(keys + first * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
-        next_0 = _half(out, column + zero, 0, rank, rank, splits)
-        sum_0 = _product(weights_0, first_half)
-        next_1 = _half(out, column + zero, 1, rank, rank, splits)
-        sum_1 = _product(weights_1, second_half)
-        _put(values + first * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
+        for part in range(3):
+            source = tl.where(part < 2, qkv + (part + 1) * (rank * rank), out)
+            next_0 = _half(source, column + zero, 0, rank, splits)
+            sum_0 = _product(weights_0, first_half)
+            next_1 = _half(source, column + zero, 1, rank, splits)
+            sum_1 = _product(weights_1, second_half)
+            weights_0, weights_1 = next_0, next_1
+            _put(projections + (part * slots + first) * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
         # Attention of a node and a head over the prompt and the node's path.
         for pair in range(program, rows * heads, programs):
-            own = pair // heads
-            path_length, shared = _pick(node_depth, own, nodes) + 1, _pick(base_depth, own, nodes)
+            number = pair // heads
+            path_length, shared = _pick(node_depth, number, nodes) + 1, _pick(base_depth, number, nodes)
             step = tl.arange(0, LEVELS)
-            path = tl.load(lineage + _pick(base_parent, own, nodes) * LEVELS + step, mask=step < shared, other=0)
-            path = tl.where(step >= shared, _pick(chain, own, nodes) + chains * step, path)
+            path = tl.load(lineage + _pick(base_parent, number, nodes) * LEVELS + step, mask=step < shared, other=0)
+            path = tl.where(step >= shared, _pick(chain, number, nodes) + chains * step, path)
             at = (pair % heads) * head_dim + tl.arange(0, head_dim)
-            query = tl.load(queries + own * rank + at, cache_modifier=".cg").to(tl.float32)
+            query = tl.load(projections + (first + number) * rank + at, cache_modifier=".cg").to(tl.float32)
             prompt_at = step[:, None] * rank + at[None, :]
             path_at = path[:, None] * rank + at[None, :]
             mixed = _attend(
                 query, prompt_keys + prompt_at, prompt_values + prompt_at, step < depth + 1,
-                keys + path_at, values + path_at, step < path_length, head_dim,
+                keys + path_at, keys + slots * rank + path_at, step < path_length, head_dim,
             )  # fmt: skip
-            tl.store(attended + own * rank + at, mixed)
+            tl.store(attended + number * rank + at, mixed)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
@@ -439,10 +444,10 @@ def grow_kernel(
         before = _sum(before, there)
         first_half = _rows(attended, 0, nodes, rows, rank, splits)
         second_half = _rows(attended, 1, nodes, rows, rank, splits)
-        weights_0 = _half(fc1, column + zero, 0, rank, rank, splits)
-        sum_0 = _product(next_0, first_half)
-        weights_1 = _half(fc1, column + zero, 1, rank, rank, splits)
-        sum_1 = _product(next_1, second_half)
+        next_0 = _half(fc1, column + zero, 0, rank, splits)
+        sum_0 = _product(weights_0, first_half)
+        next_1 = _half(fc1, column + zero, 1, rank, splits)
+        sum_1 = _product(weights_1, second_half)
         _put(middle, _sum(before, _total(sum_0, sum_1)), column, nodes, rows, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
@@ -451,10 +456,10 @@ def grow_kernel(
         first_half = _rows(middle, 0, nodes, rows, rank, splits)
         second_half = _rows(middle, 1, nodes, rows, rank, splits)
         first_half, second_half = _norms(first_half, second_half, norm_mlp_scale, norm_mlp_bias, rank, splits)
-        next_0 = _half(fc2, column + zero, 0, rank, rank, splits)
-        sum_0 = _product(weights_0, first_half)
-        next_1 = _half(fc2, column + zero, 1, rank, rank, splits)
-        sum_1 = _product(weights_1, second_half)
+        weights_0 = _half(fc2, column + zero, 0, rank, splits)
+        sum_0 = _product(next_0, first_half)
+        weights_1 = _half(fc2, column + zero, 1, rank, splits)
+        sum_1 = _product(next_1, second_half)
         inner = _sum(_total(sum_0, sum_1), tl.load(fc1_bias + own_column)).to(tl.float32)
         x = (0.5 * inner * (1.0 + tl.math.erf(inner * 0.7071067811865476))).to(tl.bfloat16)
         _put(hidden, x, column, nodes, rows, rank)
@@ -462,32 +467,29 @@ def grow_kernel(
         zero = _meet(counter, arrivals)
         first_half = _rows(hidden, 0, nodes, rows, rank, splits)
         second_half = _rows(hidden, 1, nodes, rows, rank, splits)
-        x = _sum(_total(_product(next_0, first_half), _product(next_1, second_half)), tl.load(fc2_bias + own_column))
+        x = _sum(
+            _total(_product(weights_0, first_half), _product(weights_1, second_half)), tl.load(fc2_bias + own_column)
+        )
         _put(last, _sum(_own(middle, column, nodes, rows, rank), x), column, nodes, rows, rank)
 
-        # Logits: 16 candidates of one node at a time.
-        blocks: tl.constexpr = pool // COLUMNS
-        block = program
-        own, candidate = block // blocks, (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-        own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
-        ids = tl.load(candidate_ids + own_row * pool + candidate, mask=own_exists, other=-1)
-        heads_rows = tl.load(heads_table + ids[:, None] * rank + channel[None, :], mask=(ids >= 0)[:, None], other=0.0)
+        # Logits of one node, 16 candidates at a time.
+        candidate = program % (programs // nodes) * (blocks * COLUMNS) + tl.arange(0, COLUMNS)
+        ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, own_exists, pool, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
-        while block < rows * blocks:
-            result = tl.load(last + own * rank + channel[None, :], cache_modifier=".cg")
-            result = _norm(result, out_norm_scale, out_norm_bias, rank).to(tl.float32)
+        result = tl.load(last + own * rank + channel[None, :], mask=own < rows, other=0.0, cache_modifier=".cg")
+        result = _norm(result, out_norm_scale, out_norm_bias, rank).to(tl.float32)
+        for block in range(blocks):
+            kept = (candidate < pool) & (own < rows)
             corrected = tl.sum(result * heads_rows.to(tl.float32), axis=1)
-            corrected += tl.load(candidate_scores + own_row * pool + candidate)
-            tl.store(logits + own * pool + candidate, tl.where(ids >= 0, corrected, float("-inf")))
-            block += programs
-            own, candidate = block // blocks, (block % blocks) * COLUMNS + tl.arange(0, COLUMNS)
-            own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
-            ids = tl.load(candidate_ids + own_row * pool + candidate, mask=own_exists, other=-1)
-            at = ids[:, None] * rank + channel[None, :]
-            heads_rows = tl.load(heads_table + at, mask=(ids >= 0)[:, None], other=0.0)
-        weights_0 = _half(qkv, column + zero, 0, 3 * rank, rank, splits)
-        weights_1 = _half(qkv, column + zero, 1, 3 * rank, rank, splits)
+            corrected += tl.load(candidate_scores + own_row * pool + candidate, mask=kept, other=0.0)
+            tl.store(logits + own * pool + candidate, tl.where(ids >= 0, corrected, float("-inf")), mask=kept)
+            if blocks > 1:
+                candidate += COLUMNS
+                more = own_exists & (block + 1 < blocks)
+                ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, more, pool, rank)
+        weights_0 = _half(qkv, column + zero, 0, rank, splits)
+        weights_1 = _half(qkv, column + zero, 1, rank, splits)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
@@ -531,7 +533,7 @@ def grow_kernel(
 
 
 def grow(
-    root: Int[Array, "1"],
+    root: Int[Array, " one"],
     candidate_ids: Int[Array, "depth pool"],
     candidate_scores: Float[Array, "depth pool"],
     inputs_table: Float[Array, "vocab rank"],
@@ -558,7 +560,7 @@ def grow(
     shapes = [
         ((1,), i32), ((slots,), i32), ((slots,), i32), ((slots,), i32), ((slots,), f32), ((slots, PATH), i32),
         ((expanded, expand), f32), ((expanded, expand), i32),
-        ((rows, rank), bf16), ((slots, rank), bf16), ((slots, rank), bf16), ((rows, rank), bf16),
+        ((3, slots, rank), bf16), ((rows, rank), bf16),
         ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, pool), f32),
     ]  # fmt: skip
     _, *growth = jax_triton.triton_call(

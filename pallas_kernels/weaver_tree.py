@@ -23,17 +23,17 @@ _MOST_ENTRIES = 4096  # of the frontier, which every program keeps in registers
 
 
 class WeaverWeights(NamedTuple):
-    """Parameters of a Weaver of generation w1 with one layer; matrices are [in, out]."""
+    """Parameters of a Weaver of generation w1 with one layer; matrices are [out, in]."""
 
     norm_attn_scale: Float[Array, " rank"]
     norm_attn_bias: Float[Array, " rank"]
-    qkv: Float[Array, "rank three_ranks"]
+    qkv: Float[Array, "three_ranks rank"]
     out: Float[Array, "rank rank"]
     norm_mlp_scale: Float[Array, " rank"]
     norm_mlp_bias: Float[Array, " rank"]
-    fc1: Float[Array, "rank mlp"]
+    fc1: Float[Array, "mlp rank"]
     fc1_bias: Float[Array, " mlp"]
-    fc2: Float[Array, "mlp rank"]
+    fc2: Float[Array, "rank mlp"]
     fc2_bias: Float[Array, " rank"]
     out_norm_scale: Float[Array, " rank"]
     out_norm_bias: Float[Array, " rank"]
@@ -58,13 +58,13 @@ def supports(
     weights: WeaverWeights, *, depth: int, pool: int, width: int, groups: int, expand: int, ahead: int = 0
 ) -> bool:
     """Whether `grow` has a kernel for these sizes on this machine."""
-    rank, mlp = weights.fc1.shape
+    mlp, rank = weights.fc1.shape
     rows = width * (1 + ahead)
-    entries = _power_of_two(groups) * max(8, _power_of_two(rows)) * expand
+    entries = _power_of_two(groups) * max(4, _power_of_two(rows)) * expand
     return (
         weights.qkv.dtype == jnp.bfloat16
         and rank == mlp == _power_of_two(rank)
-        and rank >= 8 * COLUMNS
+        and rank >= 16 * COLUMNS
         and rank // COLUMNS <= _multiprocessors()
         and pool == _power_of_two(pool)
         and COLUMNS <= pool <= 512  # noqa: PLR2004 - the pool of the released Weaver, and the largest measured
@@ -72,12 +72,17 @@ def supports(
         and rows <= COLUMNS
         and expand == _power_of_two(expand)
         and entries <= _MOST_ENTRIES
-        and _triton_module() is not None
+        and available()
     )
 
 
+def available() -> bool:
+    """Whether this machine can run the kernel at all."""
+    return _triton_module() is not None
+
+
 def grow(
-    root: Int[Array, "1"],
+    root: Int[Array, " one"],
     candidate_ids: Int[Array, "depth pool"],
     candidate_scores: Float[Array, "depth pool"],
     inputs_table: Float[Array, "vocab rank"],

@@ -129,7 +129,7 @@ def make_weaver(rank: int, pool: int, depth: int, dtype: str, batch: int) -> tup
     def draw(*shape: int, scale: float = 1.0) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
 
-    tables = WeaverTables(draw(VOCAB, rank), draw(VOCAB, rank, scale=2 * rank**-0.5))
+    tables = WeaverTables(draw(VOCAB, rank), draw(VOCAB, rank, scale=2 * rank**-0.5), weaver.kernel_weights())
     scores, ids = jax.lax.top_k(jnp.asarray(rng.standard_normal((batch, depth, VOCAB)) * 2, jnp.float32), pool)
     ids = ids.astype(jnp.int32).at[0, 2, pool // 2 :].set(-1)
     root = jnp.arange(3, 3 + batch, dtype=jnp.int32)
@@ -165,7 +165,7 @@ def test_the_kernel_grows_the_tree(
     weaver, arguments = make_weaver(rank=rank, pool=64, depth=7, dtype="bfloat16", batch=1)
     options = {"budget": 31, "width": width, "steps": steps, "ahead": ahead}
     assert weaver_tree.supports(
-        weaver.kernel_weights(), depth=7, pool=64, width=width, groups=steps or 8, expand=8, ahead=ahead
+        arguments[-1].weights, depth=7, pool=64, width=width, groups=steps or 8, expand=8, ahead=ahead
     )
     fast = weaver.build_tree(*arguments, **options)
     again = weaver.build_tree(*arguments, **options)

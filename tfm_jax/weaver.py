@@ -60,6 +60,7 @@ class WeaverTables(NamedTuple):
 
     inputs: Float[Array, "vocab rank"]  # token_in(embed_norm(embedding))
     heads: Float[Array, "vocab rank"]  # lm_head · query_out
+    weights: weaver_tree.WeaverWeights | None = None  # for the kernel that grows a tree, where there is one
 
 
 class _KeyValue(NamedTuple):
@@ -234,7 +235,8 @@ class Weaver(nnx.Module):
         self, embedding: Float[Array, "vocab embed"], lm_head_rows: Float[Array, "vocab hidden"]
     ) -> WeaverTables:
         """Both serving tables; cast the target's weights to the Weaver's dtype first."""
-        return WeaverTables(self.token_table(embedding), self.head_table(lm_head_rows))
+        weights = self.kernel_weights() if weaver_tree.available() else None
+        return WeaverTables(self.token_table(embedding), self.head_table(lm_head_rows), weights)
 
     def build_tree(
         self,
@@ -275,8 +277,14 @@ class Weaver(nnx.Module):
         prompt = self.prompt(feature, draft_hidden)
         width = default_width(budget) if width is None else width
         groups = -(-budget // width) if steps is None else steps
-        sizes = {"width": width, "groups": groups, "expand": min(8, candidate_ids.shape[2]) if expand is None else expand}
-        growth = None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, ahead=ahead, **sizes)
+        sizes = {
+            "width": width,
+            "groups": groups,
+            "expand": min(8, candidate_ids.shape[2]) if expand is None else expand,
+        }
+        growth = (
+            None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, ahead=ahead, **sizes)
+        )
         if growth is not None:
             return grown_tree(growth, budget=budget, max_depth=candidate_ids.shape[1], pruned=steps is not None)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
@@ -312,13 +320,15 @@ class Weaver(nnx.Module):
             ahead=ahead,
         )
 
-    def kernel_weights(self) -> weaver_tree.WeaverWeights:
-        """What the kernel that grows a whole tree takes of a Weaver of generation 1 with one layer."""
+    def kernel_weights(self) -> weaver_tree.WeaverWeights | None:
+        """Parameters as the kernel that grows a tree takes them, or None if it cannot run this Weaver."""
+        if self.config.generation != "w1" or self.config.layers != 1:
+            return None
         block = self.blocks[0]
         norms = (block.norm_attn, block.norm_mlp, self.out_norm)
         attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
-        fc1, fc2 = ((layer.kernel[...], layer.bias[...]) for layer in (block.fc1, block.fc2))
-        qkv, out = block.qkv.kernel[...], block.out.kernel[...]
+        fc1, fc2 = ((layer.kernel[...].T, layer.bias[...]) for layer in (block.fc1, block.fc2))
+        qkv, out = block.qkv.kernel[...].T, block.out.kernel[...].T
         return weaver_tree.WeaverWeights(*attn, qkv, out, *mlp, *fc1, *fc2, *last)
 
     def _grow(
@@ -331,14 +341,12 @@ class Weaver(nnx.Module):
         **sizes: int,
     ) -> weaver_tree.TreeGrowth | None:
         """The tree grown in one kernel, where there is one for these sizes on this machine."""
-        config, (batch, depth, pool) = self.config, candidate_ids.shape
-        if config.generation != "w1" or config.layers != 1 or batch != 1:
-            return None
-        weights = self.kernel_weights()
-        if not weaver_tree.supports(weights, depth=depth, pool=pool, **sizes):
+        batch, depth, pool = candidate_ids.shape
+        inputs, heads, weights = tables
+        if batch != 1 or weights is None or not weaver_tree.supports(weights, depth=depth, pool=pool, **sizes):
             return None
         return weaver_tree.grow(
-            root, candidate_ids[0], candidate_scores[0], *tables, self.pos_emb[...],
+            root, candidate_ids[0], candidate_scores[0], inputs, heads, self.pos_emb[...],
             prompt.keys[0, 0], prompt.values[0, 0], weights, **sizes,
         )  # fmt: skip
 
