@@ -14,7 +14,7 @@ over the warps. All sums have a fixed order.
 Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
 """
 
-# ruff: noqa: ANN001, ANN202, PLR0913 - what a Triton kernel takes and returns has no Python type
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001, PLR0915, PLR2004 - a Triton kernel is one long function of untyped pointers
 from __future__ import annotations
 
 from typing import no_type_check
@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.weaver_tree import PATH, WeaverWeights, TreeGrowth
 from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
+from pallas_kernels.weaver_tree import PATH, TreeGrowth, WeaverWeights
 
 COLUMNS = tl.constexpr(_COLUMNS)
 LEVELS = tl.constexpr(PATH)
@@ -102,7 +102,7 @@ def _half(kernel, column, half: tl.constexpr, rank: tl.constexpr, splits: tl.con
 @triton.jit
 @no_type_check
 def _rows(x, half: tl.constexpr, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
-    """[splits, run, nodes]: the same channels of an activation that other programs wrote; nodes from `width` on are 0."""
+    """[splits, run, nodes]: channels of an activation that other programs wrote; 0 for nodes from `width` on."""
     node = tl.arange(0, nodes)[None, None, :]
     at = node * rank + _channels(half, rank, splits)[:, :, None]
     return tl.load(x + at, mask=node < width, other=0.0, cache_modifier=".cg")
@@ -135,7 +135,7 @@ def _norms(first, second, scale, bias, rank: tl.constexpr, splits: tl.constexpr)
 @triton.jit
 @no_type_check
 def _pin(x):
-    """x itself; the compiler would move a change of layout to in front of this, to where x was loaded, and wait there."""
+    """The same x; without this the compiler changes its layout where it was loaded, and so waits for it there."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
 
 
@@ -155,7 +155,7 @@ def _total(first, second):
 @triton.jit
 @no_type_check
 def _sum(x, y):
-    """x + y in bfloat16."""
+    """The sum in bfloat16."""
     return (x.to(tl.float32) + y.to(tl.float32)).to(tl.bfloat16)
 
 
@@ -354,9 +354,9 @@ def grow_kernel(
     """Grows the tree; `tfm_jax.tree.best_first_tree` says what the steps are.
 
     A step's nodes are `width` frontier entries, then a guessed child of each, then a guessed child of each of these,
-    `ahead` times; in the first step they are one chain from the root. Group g holds the slots from g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a
-    power of two of at least 4. Frontier entries are [group, node, child], in the order of slots. `lineage[slot]` holds
-    the slot's path, −1 beyond its own depth.
+    `ahead` times; in the first step they are one chain from the root. Group g holds the slots from
+    g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a power of two of at least 4. Frontier entries are
+    [group, node, child], in the order of slots. `lineage[slot]` holds the slot's path, −1 beyond its own depth.
     """
     program = tl.program_id(0)
     column = program * COLUMNS

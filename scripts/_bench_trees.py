@@ -5,7 +5,7 @@ Texts come from `ar`; whatever drafts them, they are the same, so every schedule
 prompts; differences pair the prompts.
 
 A schedule is a width (nodes expanded together), steps (dependent calls of the Weaver before pruning; 0 prunes nothing
-and takes ⌈budget / width⌉) and whether the tree keeps its spine.
+and takes ⌈budget / width⌉), how many guesses follow each node, and whether the tree keeps its spine.
 
 With --record the rounds are kept as well (scores of every tree, accepted slots), for `bench.py budgets`.
 """
@@ -49,29 +49,42 @@ class Schedule:
     width: int
     steps: int
     spine: bool = False
+    ahead: int = 0
 
     def dependent_steps(self, budget: int) -> int:
         """Calls of the Weaver that wait for each other."""
         return self.steps or -(-budget // self.width)
 
+    def expanded(self, budget: int) -> int:
+        """Nodes that the Weaver expands at most; with guesses the first step has as many as the others."""
+        others = (self.dependent_steps(budget) - 1) * self.width
+        return (others + self.width) * (1 + self.ahead) if self.ahead else 1 + others
+
     @property
     def name(self) -> str:
         """For tables and plots."""
         kind = f"{self.steps} x {self.width}" if self.steps else f"width {self.width}"
+        kind += f" + {self.ahead} ahead" if self.ahead else ""
         return f"{kind}, spine" if self.spine else kind
 
 
 def read_schedule(text: str) -> Schedule:
-    """A schedule from WIDTH, STEPSxWIDTH, either followed by +spine.
+    """A schedule from WIDTH, STEPSxWIDTH, STEPSxWIDTHaGUESSES, the first two perhaps followed by +spine.
 
     Raises:
         TfmError: it is neither.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)(\+spine)?", text)
-    if match is None:
-        message = f"{text!r} is no schedule; write WIDTH or STEPSxWIDTH, and +spine after it to keep the spine."
-        raise TfmError(message)
-    return Schedule(int(match[2]), int(match[1] or 0), match[3] is not None)
+    if match is not None:
+        return Schedule(int(match[2]), int(match[1] or 0), match[3] is not None)
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)a([1-9]\d*)", text)
+    if match is not None:
+        return Schedule(int(match[2]), int(match[1]), ahead=int(match[3]))
+    message = (
+        f"{text!r} is no schedule; write WIDTH or STEPSxWIDTH, and +spine after it to keep the spine, "
+        "or STEPSxWIDTHaGUESSES."
+    )
+    raise TfmError(message)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +96,8 @@ class Trees:
         held_out: as for `acceptance`.
         prompts: as for `acceptance`.
         output: JSON file to write, with plots beside it.
-        schedules: WIDTH (the reference's) or STEPSxWIDTH (pruned), each with +spine if it keeps its spine; the first is
-            what the others are compared with.
+        schedules: WIDTH (the reference's) or STEPSxWIDTH (pruned), each with +spine if it keeps its spine, or
+            STEPSxWIDTHaGUESSES; the first is what the others are compared with.
         temperatures: 0 is greedy.
         budgets: most tree nodes, the root not counted.
         max_new_tokens: tokens a prompt; a stop token ends it earlier.
@@ -179,6 +192,7 @@ def tree_of(engine: Engine, schedule: Schedule, budget: int) -> Callable[[Params
         return bind(engine.models, params).weaver.build_tree(
             inputs.root, inputs.feature, inputs.hidden, inputs.ids, inputs.scores, params["tables"],
             budget=budget, width=schedule.width, steps=schedule.steps or None, spine=schedule.spine,
+            ahead=schedule.ahead,
         )  # fmt: skip
 
     return draft
@@ -209,7 +223,7 @@ def make_rows(
                 "set": name,
                 "prompts": len(own),
                 "steps": steps,
-                "expanded": 1 + (steps - 1) * schedule.width,
+                "expanded": schedule.expanded(budget),
                 "acceptance_length": float(own.mean()),
                 "acceptance_length_ci95": bootstrap_interval(own, seed),
                 "difference": float(gains.mean()),

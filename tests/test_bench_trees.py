@@ -63,7 +63,9 @@ def test_gain_is_the_ratio_of_sums_over_the_best_budget() -> None:
 def test_schedules_are_read_or_refused() -> None:
     assert read_schedule("4") == Schedule(4, 0)
     assert read_schedule("12x8+spine") == Schedule(8, 12, spine=True)
+    assert read_schedule("9x4a1") == Schedule(4, 9, ahead=1)
     assert [read_schedule(text).dependent_steps(63) for text in ("4", "8", "12x8")] == [16, 8, 12]
-    for text in ("", "0", "4x", "x4", "4+bone", "1x2x3", "-1"):
+    assert [read_schedule(text).expanded(63) for text in ("4", "12x8", "9x4a1")] == [61, 89, 72]
+    for text in ("", "0", "4x", "x4", "4+bone", "1x2x3", "-1", "4a1", "9x4a0", "9x4a1+spine"):
         with pytest.raises(TfmError, match="is no schedule"):
             read_schedule(text)

@@ -85,7 +85,7 @@ def test_mistaken_arguments_are_refused() -> None:
             top_k(logits, k)
     with pytest.raises((ValueError, TypeCheckError)):  # the shape checker that runs with the tests may speak first
         top_k(logits, 3, implementation="fastest")
-    with pytest.raises(ValueError, match="top_k cannot run as triton: .*use|implementation='xla'"):
+    with pytest.raises(ValueError, match="top_k cannot run as triton"):
         top_k(logits, 3, implementation="triton")
 
 

@@ -66,17 +66,15 @@ def slow_growth(
     taken: list = [(-0.0, 0, -1, 0, ())]
     for step in range(steps):
         chains = 1 if step == 0 else width
-        for number, (score, _, parent, _, path) in enumerate(taken):
-            slot, length = step * rows + number, rows // chains if ahead else 1
-            place(slot, parent, path, -score)
-            expand(slot, path, -score)
-            for _ in range(length - 1):
-                if len(path) == DEPTH:
-                    break
-                score, _, parent, _, path = take((*path, int(ids[len(path), 0])))
-                slot += chains
+        for number, entry in enumerate(taken):
+            chain = [entry]
+            for slot in range(step * rows + number, (step + 1) * rows if ahead else step * rows + number + 1, chains):
+                score, _, parent, _, path = chain[-1]
                 place(slot, parent, path, -score)
                 expand(slot, path, -score)
+                if len(path) == DEPTH or slot + chains >= (step + 1) * rows or not ahead:
+                    break
+                chain.append(take((*path, int(ids[len(path), 0]))))
         taken = [take(None) for _ in range(min(width, len(frontier)))]
     for number, (score, _, parent, _, path) in enumerate(taken):
         place(steps * rows + number, parent, path, -score)
@@ -114,7 +112,7 @@ def test_guesses_need_steps_and_no_spine() -> None:
             grow(ids, table, budget=9, width=2, expand=POOL, **options)
 
 
-# --- with a Weaver -----------------------------------------------------------------------------------------------------
+# --- with a Weaver ---------------------------------------------------------------------------------------------------
 
 
 def make_weaver(rank: int, pool: int, depth: int, dtype: str, batch: int) -> tuple:

@@ -222,26 +222,13 @@ def best_first_tree[Carry](
     Raises:
         TfmError: `budget`, `width`, `expand`, `steps` or `ahead` is out of range, or too few steps for a spine.
     """
-    _check_budget(budget)
     depth, pool = candidate_ids.shape[1:]
     width = default_width(budget) if width is None else width
     expand = min(8, pool) if expand is None else expand
-    if not 1 <= width <= min(budget, MAX_WIDTH):
-        message = f"The tree's width is {width}; use 1 to {min(budget, MAX_WIDTH)}."
-        raise TfmError(message)
-    if not 1 <= expand <= pool:
-        message = f"The tree's expand is {expand}; use 1 to {pool}, the candidates of each depth."
-        raise TfmError(message)
     groups = -(-budget // width) if steps is None else steps
-    if spine and groups < min(budget, depth):
-        message = f"A spine of {min(budget, depth)} nodes needs as many steps, not {groups}; use a smaller width."
-        raise TfmError(message)
-    if groups < 1:
-        message = f"The tree's steps are {groups}; use at least 1."
-        raise TfmError(message)
-    if ahead < 0 or (ahead and (steps is None or spine)):
-        message = f"The tree's ahead is {ahead}; use 0, or more in a tree with steps and without a spine."
-        raise TfmError(message)
+    check_growth(
+        budget=budget, depth=depth, pool=pool, width=width, expand=expand, steps=steps, spine=spine, ahead=ahead
+    )
     seen = expanded_slots(budget, width, steps, ahead)
     rows = width * (1 + ahead)
 
@@ -269,6 +256,33 @@ def best_first_tree[Carry](
         return _prune(growth, budget, depth, spine=spine)
     tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
     return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
+
+
+def check_growth(
+    *, budget: int, depth: int, pool: int, width: int, expand: int, steps: int | None, spine: bool, ahead: int
+) -> None:
+    """Whether `best_first_tree` can grow such a tree.
+
+    Raises:
+        TfmError: it cannot.
+    """
+    _check_budget(budget)
+    if not 1 <= width <= min(budget, MAX_WIDTH):
+        message = f"The tree's width is {width}; use 1 to {min(budget, MAX_WIDTH)}."
+        raise TfmError(message)
+    if not 1 <= expand <= pool:
+        message = f"The tree's expand is {expand}; use 1 to {pool}, the candidates of each depth."
+        raise TfmError(message)
+    groups = -(-budget // width) if steps is None else steps
+    if spine and groups < min(budget, depth):
+        message = f"A spine of {min(budget, depth)} nodes needs as many steps, not {groups}; use a smaller width."
+        raise TfmError(message)
+    if groups < 1:
+        message = f"The tree's steps are {groups}; use at least 1."
+        raise TfmError(message)
+    if ahead < 0 or (ahead and (steps is None or spine)):
+        message = f"The tree's ahead is {ahead}; use 0, or more in a tree with steps and without a spine."
+        raise TfmError(message)
 
 
 def grown_tree(growth: TreeGrowth, *, budget: int, max_depth: int, pruned: bool) -> DraftTree:

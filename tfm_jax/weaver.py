@@ -27,7 +27,15 @@ from pallas_kernels import weaver_tree
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
 from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
-from tfm_jax.tree import DraftTree, NewNodes, best_first_tree, default_width, expanded_slots, grown_tree
+from tfm_jax.tree import (
+    DraftTree,
+    NewNodes,
+    best_first_tree,
+    check_growth,
+    default_width,
+    expanded_slots,
+    grown_tree,
+)
 
 NORM_EPS = 1e-6
 POSITION_SCALE = 0.02
@@ -276,17 +284,16 @@ class Weaver(nnx.Module):
         config = self.config
         prompt = self.prompt(feature, draft_hidden)
         width = default_width(budget) if width is None else width
-        groups = -(-budget // width) if steps is None else steps
-        sizes = {
-            "width": width,
-            "groups": groups,
-            "expand": min(8, candidate_ids.shape[2]) if expand is None else expand,
-        }
-        growth = (
-            None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, ahead=ahead, **sizes)
+        depth, pool = candidate_ids.shape[1:]
+        expand = min(8, pool) if expand is None else expand
+        check_growth(
+            budget=budget, depth=depth, pool=pool, width=width, expand=expand, steps=steps, spine=spine, ahead=ahead
         )
+        groups = -(-budget // width) if steps is None else steps
+        sizes = {"width": width, "groups": groups, "expand": expand, "ahead": ahead}
+        growth = None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, **sizes)
         if growth is not None:
-            return grown_tree(growth, budget=budget, max_depth=candidate_ids.shape[1], pruned=steps is not None)
+            return grown_tree(growth, budget=budget, max_depth=depth, pruned=steps is not None)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
         scores = candidate_scores.astype(jnp.float32)
 
