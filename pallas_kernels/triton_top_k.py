@@ -14,16 +14,16 @@ by one program of the third kernel, in about a hundred times the time.
 Keys order floats as `lax.top_k` does: by their bits, so that −0 is below 0 and a positive NaN above infinity.
 """
 
-# ruff: noqa: ANN001, ANN202, ARG001 - Triton's pointers have no Python type; an output in place is named twice
+# ruff: noqa: ARG001 - an output that is written in place is named twice
 from __future__ import annotations
 
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-import jax_triton
-import triton
-import triton.language as tl
+import jax_triton  # pyrefly: ignore[missing-import]
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
 from jaxtyping import Array, Float
 
 GROUPS = 4096
@@ -139,14 +139,14 @@ def _call_kernels(
 
 @triton.jit
 @no_type_check
-def _key(x):
+def _key(x: tl.tensor) -> tl.tensor:
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 @no_type_check
-def _step_up(low, bit):
+def _step_up(low: tl.tensor, bit: tl.tensor) -> tl.tensor:
     # int32 as an unsigned number with its sign flipped: adding 2^31 wraps INT_MIN around to 0.
     return low + (tl.full((), 1, tl.int32) << bit)
 
@@ -154,14 +154,14 @@ def _step_up(low, bit):
 @triton.jit
 @no_type_check
 def _group_maxima(
-    logits,
-    maxima,
-    counts,
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    counts: tl.tensor,
     vocab: tl.constexpr,
     groups: tl.constexpr,
     slab: tl.constexpr,
     depth: tl.constexpr,
-):
+) -> None:
     row, part = tl.program_id(0), tl.program_id(1)
     if part == 0:
         tl.store(counts + row * COUNTER_STRIDE, 0)
@@ -177,12 +177,12 @@ def _group_maxima(
 @triton.jit
 @no_type_check
 def _filter(
-    logits,
-    maxima,
-    counts_in,
-    keys_out,
-    ids_out,
-    counts,
+    logits: tl.tensor,
+    maxima: tl.tensor,
+    counts_in: tl.tensor,
+    keys_out: tl.tensor,
+    ids_out: tl.tensor,
+    counts: tl.tensor,
     vocab: tl.constexpr,
     groups: tl.constexpr,
     k: tl.constexpr,
@@ -190,7 +190,7 @@ def _filter(
     parts: tl.constexpr,
     tile: tl.constexpr,
     bits: tl.constexpr,
-):
+) -> None:
     row, part = tl.program_id(0), tl.program_id(1)
     best = tl.load(maxima + row * groups + tl.arange(0, groups))
     bound = tl.full((), -(2**31), tl.int32)
@@ -210,21 +210,21 @@ def _filter(
 @triton.jit
 @no_type_check
 def _rank(
-    logits,
-    counts,
-    keys_in,
-    ids_in,
-    values_out,
-    ids_out,
-    keys,
-    ids,
+    logits: tl.tensor,
+    counts: tl.tensor,
+    keys_in: tl.tensor,
+    ids_in: tl.tensor,
+    values_out: tl.tensor,
+    ids_out: tl.tensor,
+    keys: tl.tensor,
+    ids: tl.tensor,
     vocab: tl.constexpr,
     k: tl.constexpr,
     capacity: tl.constexpr,
     own: tl.constexpr,
     chunk: tl.constexpr,
     tile: tl.constexpr,
-):
+) -> None:
     row, part = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts + row * COUNTER_STRIDE)
     if count > capacity:
@@ -239,7 +239,9 @@ def _rank(
 
 @triton.jit
 @no_type_check
-def _pairs(keys, ids, row, at, count, capacity: tl.constexpr):
+def _pairs(
+    keys: tl.tensor, ids: tl.tensor, row: tl.tensor, at: tl.tensor, count: tl.tensor, capacity: tl.constexpr
+) -> tl.tensor:
     """Candidates as numbers that fall with the order: key first, then the lower id; beyond `count` the lowest."""
     high = tl.load(keys + row * capacity + at, mask=at < count, other=-(2**31)).to(tl.int64)
     low = tl.load(ids + row * capacity + at, mask=at < count, other=0x7FFFFFFF).to(tl.int64)
@@ -249,18 +251,18 @@ def _pairs(keys, ids, row, at, count, capacity: tl.constexpr):
 @triton.jit
 @no_type_check
 def _place(
-    keys,
-    ids,
-    values_out,
-    ids_out,
-    row,
-    start,
-    count,
+    keys: tl.tensor,
+    ids: tl.tensor,
+    values_out: tl.tensor,
+    ids_out: tl.tensor,
+    row: tl.tensor,
+    start: tl.tensor,
+    count: tl.tensor,
     k: tl.constexpr,
     capacity: tl.constexpr,
     own: tl.constexpr,
     chunk: tl.constexpr,
-):
+) -> None:
     at = start + tl.arange(0, own)
     mine = _pairs(keys, ids, row, at, count, capacity)
     rank = tl.zeros((own,), tl.int32)
@@ -277,8 +279,15 @@ def _place(
 @triton.jit
 @no_type_check
 def _select_exactly(
-    logits, keys_out, ids_out, row, vocab: tl.constexpr, k: tl.constexpr, capacity: tl.constexpr, tile: tl.constexpr
-):
+    logits: tl.tensor,
+    keys_out: tl.tensor,
+    ids_out: tl.tensor,
+    row: tl.tensor,
+    vocab: tl.constexpr,
+    k: tl.constexpr,
+    capacity: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
     """Writes the k best of a whole row, in no order: all above the k-th largest, and its equals with the lowest ids."""
     bound = tl.full((), -(2**31), tl.int32)
     for level in range(32):

@@ -14,16 +14,16 @@ over the warps. All sums have a fixed order.
 Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, ARG001, PLR0915, PLR2004 - a Triton kernel is one long function of untyped pointers
+# ruff: noqa: PLR0915 - a kernel whose phases share registers is one long function
 from __future__ import annotations
 
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-import jax_triton
-import triton
-import triton.language as tl
+import jax_triton  # pyrefly: ignore[missing-import]
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
@@ -31,12 +31,13 @@ from pallas_kernels.weaver_tree import PATH, TreeGrowth, WeaverWeights
 
 COLUMNS = tl.constexpr(_COLUMNS)
 LEVELS = tl.constexpr(PATH)
+VALUE = tl.constexpr(2)  # of query, key, value
 LOWEST = tl.constexpr(-(2**63))
 
 
 @triton.jit
 @no_type_check
-def _meet(counter, total):
+def _meet(counter: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Barrier of all programs: everything written before it is seen after it. `total` arrivals end the wait.
 
     Returns a 0 that the compiler does not know to be one: addresses that add it are computed where they are used,
@@ -70,7 +71,7 @@ def _meet(counter, total):
 
 @triton.jit
 @no_type_check
-def _float_key(x):
+def _float_key(x: tl.tensor) -> tl.tensor:
     """Order-preserving int64 of a float32."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -78,14 +79,14 @@ def _float_key(x):
 
 @triton.jit
 @no_type_check
-def _key_float(key):
+def _key_float(key: tl.tensor) -> tl.tensor:
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 @no_type_check
-def _channels(half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+def _channels(half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr) -> tl.tensor:
     """[splits, rank / splits / 2]: half of the channels, in runs, one run a warp."""
     run: tl.constexpr = rank // splits // 2
     return (tl.arange(0, splits).to(tl.int64)[:, None] * 2 + half) * run + tl.arange(0, run).to(tl.int64)[None, :]
@@ -93,7 +94,9 @@ def _channels(half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _half(kernel, column, half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+def _half(
+    kernel: tl.tensor, column: tl.tensor, half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
+) -> tl.tensor:
     """[splits, 16, run]: half of the channels of a program's columns of a matrix, stored [columns, rank]."""
     offset = tl.arange(0, COLUMNS).to(tl.int64)[None, :, None] * rank + _channels(half, rank, splits)[:, None, :]
     return tl.load(kernel + column * rank + offset)
@@ -101,7 +104,9 @@ def _half(kernel, column, half: tl.constexpr, rank: tl.constexpr, splits: tl.con
 
 @triton.jit
 @no_type_check
-def _rows(x, half: tl.constexpr, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr):
+def _rows(
+    x: tl.tensor, half: tl.constexpr, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
+) -> tl.tensor:
     """[splits, run, nodes]: channels of an activation that other programs wrote; 0 for nodes from `width` on."""
     node = tl.arange(0, nodes)[None, None, :]
     at = node * rank + _channels(half, rank, splits)[:, :, None]
@@ -111,8 +116,14 @@ def _rows(x, half: tl.constexpr, nodes: tl.constexpr, width: tl.constexpr, rank:
 @triton.jit
 @no_type_check
 def _inputs(
-    table, positions, token, row, half: tl.constexpr, nodes: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
-):
+    table: tl.tensor,
+    positions: tl.tensor,
+    token: tl.tensor,
+    row: tl.tensor,
+    half: tl.constexpr,
+    rank: tl.constexpr,
+    splits: tl.constexpr,
+) -> tl.tensor:
     """[splits, run, nodes]: the same channels of the nodes' inputs."""
     channel = _channels(half, rank, splits)[:, :, None]
     here = tl.load(table + token[None, None, :].to(tl.int64) * rank + channel)
@@ -121,7 +132,9 @@ def _inputs(
 
 @triton.jit
 @no_type_check
-def _norms(first, second, scale, bias, rank: tl.constexpr, splits: tl.constexpr):
+def _norms(
+    first: tl.tensor, second: tl.tensor, scale: tl.tensor, bias: tl.tensor, rank: tl.constexpr, splits: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """Biased RMS norm of nodes given in two halves."""
     x, y = first.to(tl.float32), second.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(tl.sum(x * x + y * y, axis=1), axis=0) / rank + 1e-6)[None, None, :]
@@ -134,34 +147,34 @@ def _norms(first, second, scale, bias, rank: tl.constexpr, splits: tl.constexpr)
 
 @triton.jit
 @no_type_check
-def _pin(x):
+def _pin(x: tl.tensor) -> tl.tensor:
     """The same x; without this the compiler changes its layout where it was loaded, and so waits for it there."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
 
 
 @triton.jit
 @no_type_check
-def _product(weights, x):
+def _product(weights: tl.tensor, x: tl.tensor) -> tl.tensor:
     """[splits, 16, nodes]: half of a product, its sum over channels not finished."""
     return tl.dot(_pin(weights), x, out_dtype=tl.float32)
 
 
 @triton.jit
 @no_type_check
-def _total(first, second):
+def _total(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     return tl.sum(first + second, axis=0).to(tl.bfloat16)
 
 
 @triton.jit
 @no_type_check
-def _sum(x, y):
+def _sum(x: tl.tensor, y: tl.tensor) -> tl.tensor:
     """The sum in bfloat16."""
     return (x.to(tl.float32) + y.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
 @no_type_check
-def _norm(x, scale, bias, rank: tl.constexpr):
+def _norm(x: tl.tensor, scale: tl.tensor, bias: tl.tensor, rank: tl.constexpr) -> tl.tensor:
     """Biased RMS norm of rows [nodes, rank]."""
     channel = tl.arange(0, rank)
     x = x.to(tl.float32)
@@ -173,7 +186,7 @@ def _norm(x, scale, bias, rank: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _own(x, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr):
+def _own(x: tl.tensor, column: tl.tensor, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr) -> tl.tensor:
     """[16, nodes] of an activation: a program's own columns."""
     node = tl.arange(0, nodes)[None, :]
     at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
@@ -182,7 +195,9 @@ def _own(x, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr
 
 @triton.jit
 @no_type_check
-def _put(x, value, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr):
+def _put(
+    x: tl.tensor, value: tl.tensor, column: tl.tensor, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr
+) -> None:
     node = tl.arange(0, nodes)[None, :]
     at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
     tl.store(x + at, value, mask=node < width)
@@ -190,13 +205,22 @@ def _put(x, value, column, nodes: tl.constexpr, width: tl.constexpr, rank: tl.co
 
 @triton.jit
 @no_type_check
-def _pick(vector, index, size: tl.constexpr):
+def _pick(vector: tl.tensor, index: tl.tensor, size: tl.constexpr) -> tl.tensor:
     return tl.sum(tl.where(tl.arange(0, size) == index, vector, 0))
 
 
 @triton.jit
 @no_type_check
-def _attend(query, key_at, value_at, in_prompt, path_key_at, path_value_at, in_path, size: tl.constexpr):
+def _attend(
+    query: tl.tensor,
+    key_at: tl.tensor,
+    value_at: tl.tensor,
+    in_prompt: tl.tensor,
+    path_key_at: tl.tensor,
+    path_value_at: tl.tensor,
+    in_path: tl.tensor,
+    size: tl.constexpr,
+) -> tl.tensor:
     """One head's attention over the prompt and the node's path, at most 16 rows of each."""
     key = tl.load(key_at, mask=in_prompt[:, None], other=0.0).to(tl.float32)
     value = tl.load(value_at, mask=in_prompt[:, None], other=0.0).to(tl.float32)
@@ -215,7 +239,15 @@ def _attend(query, key_at, value_at, in_prompt, path_key_at, path_value_at, in_p
 
 @triton.jit
 @no_type_check
-def _heads(candidate_ids, heads_table, candidate, row, used, pool: tl.constexpr, rank: tl.constexpr):
+def _heads(
+    candidate_ids: tl.tensor,
+    heads_table: tl.tensor,
+    candidate: tl.tensor,
+    row: tl.tensor,
+    used: tl.tensor,
+    pool: tl.constexpr,
+    rank: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
     """Ids of candidates of a depth, −1 for none, and their rows of the table of heads."""
     ids = tl.load(candidate_ids + row * pool + candidate, mask=(candidate < pool) & used, other=-1)
     at = ids.to(tl.int64)[:, None] * rank + tl.arange(0, rank)[None, :]
@@ -224,7 +256,14 @@ def _heads(candidate_ids, heads_table, candidate, row, used, pool: tl.constexpr,
 
 @triton.jit
 @no_type_check
-def _children(logits, node, in_step, nodes: tl.constexpr, pool: tl.constexpr, expand: tl.constexpr):
+def _children(
+    logits: tl.tensor,
+    node: tl.tensor,
+    in_step: tl.tensor,
+    nodes: tl.constexpr,
+    pool: tl.constexpr,
+    expand: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
     """Logits and places in the pool of the best children, [nodes, expand], and the log of each node's total."""
     option = tl.arange(0, pool)[None, :]
     at = node[:, None] * pool + option
@@ -244,7 +283,16 @@ def _children(logits, node, in_step, nodes: tl.constexpr, pool: tl.constexpr, ex
 
 @triton.jit
 @no_type_check
-def _score_guesses(score, guessed, behind, exists, node, chains, nodes: tl.constexpr, rows: tl.constexpr):
+def _score_guesses(
+    score: tl.tensor,
+    guessed: tl.tensor,
+    behind: tl.tensor,
+    exists: tl.tensor,
+    node: tl.tensor,
+    chains: tl.tensor,
+    nodes: tl.constexpr,
+    rows: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
     """Scores along the chains, and which nodes have a guessed child; `guessed` is that child's log-probability."""
     before = tl.arange(0, nodes)[None, :] == node[:, None] - chains
     for place in range(1, tl.cdiv(rows, chains)):
@@ -257,9 +305,15 @@ def _score_guesses(score, guessed, behind, exists, node, chains, nodes: tl.const
 @triton.jit
 @no_type_check
 def _choose(
-    open_scores, open_info, entry, node, nodes: tl.constexpr, width: tl.constexpr, rows: tl.constexpr,
+    open_scores: tl.tensor,
+    open_info: tl.tensor,
+    entry: tl.tensor,
+    node: tl.tensor,
+    nodes: tl.constexpr,
+    width: tl.constexpr,
+    rows: tl.constexpr,
     expand: tl.constexpr,
-):  # fmt: skip
+) -> tuple[tl.tensor, ...]:
     """Takes the best frontier entries: token, parent, depth and score of the first node of each chain."""
     order = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
     token, depth = tl.zeros((nodes,), tl.int32), tl.zeros((nodes,), tl.int32)
@@ -282,7 +336,15 @@ def _choose(
 
 @triton.jit
 @no_type_check
-def _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists):
+def _paths(
+    lineage: tl.tensor,
+    base_parent: tl.tensor,
+    base_depth: tl.tensor,
+    node_depth: tl.tensor,
+    chain: tl.tensor,
+    chains: tl.tensor,
+    exists: tl.tensor,
+) -> tl.tensor:
     """[nodes, 16]: slots from the root to each node, −1 beyond; all −1 for an unused node."""
     step = tl.arange(0, LEVELS)[None, :]
     shared = (step < base_depth[:, None]) & exists[:, None]
@@ -293,7 +355,20 @@ def _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists):
 
 @triton.jit
 @no_type_check
-def _record(tokens, parents, depths, scores, lineage, slot, token, parent, depth, score, path, kept):
+def _record(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    scores: tl.tensor,
+    lineage: tl.tensor,
+    slot: tl.tensor,
+    token: tl.tensor,
+    parent: tl.tensor,
+    depth: tl.tensor,
+    score: tl.tensor,
+    path: tl.tensor,
+    kept: tl.tensor,
+) -> None:
     tl.store(tokens + slot, token, mask=kept)
     tl.store(parents + slot, parent, mask=kept)
     tl.store(depths + slot, depth, mask=kept)
@@ -304,40 +379,40 @@ def _record(tokens, parents, depths, scores, lineage, slot, token, parent, depth
 @triton.jit
 @no_type_check
 def grow_kernel(
-    root,
-    candidate_ids,
-    candidate_scores,
-    inputs_table,
-    heads_table,
-    positions,
-    prompt_keys,
-    prompt_values,
-    norm_attn_scale,
-    norm_attn_bias,
-    qkv,
-    out,
-    norm_mlp_scale,
-    norm_mlp_bias,
-    fc1,
-    fc1_bias,
-    fc2,
-    fc2_bias,
-    out_norm_scale,
-    out_norm_bias,
-    counter,
-    tokens,
-    parents,
-    depths,
-    scores,
-    lineage,
-    frontier_scores,
-    frontier_tokens,
-    projections,
-    attended,
-    middle,
-    hidden,
-    last,
-    logits,
+    root: tl.tensor,
+    candidate_ids: tl.tensor,
+    candidate_scores: tl.tensor,
+    inputs_table: tl.tensor,
+    heads_table: tl.tensor,
+    positions: tl.tensor,
+    prompt_keys: tl.tensor,
+    prompt_values: tl.tensor,
+    norm_attn_scale: tl.tensor,
+    norm_attn_bias: tl.tensor,
+    qkv: tl.tensor,
+    out: tl.tensor,
+    norm_mlp_scale: tl.tensor,
+    norm_mlp_bias: tl.tensor,
+    fc1: tl.tensor,
+    fc1_bias: tl.tensor,
+    fc2: tl.tensor,
+    fc2_bias: tl.tensor,
+    out_norm_scale: tl.tensor,
+    out_norm_bias: tl.tensor,
+    counter: tl.tensor,
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    depths: tl.tensor,
+    scores: tl.tensor,
+    lineage: tl.tensor,
+    frontier_scores: tl.tensor,
+    frontier_tokens: tl.tensor,
+    projections: tl.tensor,
+    attended: tl.tensor,
+    middle: tl.tensor,
+    hidden: tl.tensor,
+    last: tl.tensor,
+    logits: tl.tensor,
     rank: tl.constexpr,
     heads: tl.constexpr,
     depth: tl.constexpr,
@@ -350,7 +425,7 @@ def grow_kernel(
     expand: tl.constexpr,
     programs: tl.constexpr,
     splits: tl.constexpr,
-):
+) -> None:
     """Grows the tree; `tfm_jax.tree.best_first_tree` says what the steps are.
 
     A step's nodes are `width` frontier entries, then a guessed child of each, then a guessed child of each of these,
@@ -404,11 +479,11 @@ def grow_kernel(
         own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
 
         # Query, key, value.
-        first_half = _inputs(inputs_table, positions, token, row, 0, nodes, rank, splits)
-        second_half = _inputs(inputs_table, positions, token, row, 1, nodes, rank, splits)
+        first_half = _inputs(inputs_table, positions, token, row, 0, rank, splits)
+        second_half = _inputs(inputs_table, positions, token, row, 1, rank, splits)
         first_half, second_half = _norms(first_half, second_half, norm_attn_scale, norm_attn_bias, rank, splits)
         for part in range(3):
-            source = tl.where(part < 2, qkv + (part + 1) * (rank * rank), out)
+            source = tl.where(part < VALUE, qkv + (part + 1) * (rank * rank), out)
             next_0 = _half(source, column + zero, 0, rank, splits)
             sum_0 = _product(weights_0, first_half)
             next_1 = _half(source, column + zero, 1, rank, splits)

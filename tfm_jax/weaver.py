@@ -334,9 +334,10 @@ class Weaver(nnx.Module):
         block = self.blocks[0]
         norms = (block.norm_attn, block.norm_mlp, self.out_norm)
         attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
-        fc1, fc2 = ((layer.kernel[...].T, layer.bias[...]) for layer in (block.fc1, block.fc2))
-        qkv, out = block.qkv.kernel[...].T, block.out.kernel[...].T
-        return weaver_tree.WeaverWeights(*attn, qkv, out, *mlp, *fc1, *fc2, *last)
+        matrices = (block.qkv.kernel, block.out.kernel, block.fc1.kernel, block.fc2.kernel)
+        qkv, out, fc1, fc2 = (matrix[...].T for matrix in matrices)
+        biases = [layer.bias[...] for layer in (block.fc1, block.fc2) if layer.bias is not None]
+        return weaver_tree.WeaverWeights(*attn, qkv, out, *mlp, fc1, biases[0], fc2, biases[1], *last)
 
     def _grow(
         self,
