@@ -33,12 +33,15 @@ from tfm_jax.state import DecodeState, DeltaTape, Filters, KVRows, Ledger, write
 from tfm_jax.target import Target, empty_target_state
 from tfm_jax.tree import (
     DraftTree,
+    Schedule,
     chain_tree,
     conv_taps,
     ddtree,
     default_steps,
+    default_width,
     drop_nodes,
     first_nodes,
+    pruned_schedule,
     top_candidates,
 )
 from tfm_jax.verifiers import accept, draft_noise
@@ -193,18 +196,22 @@ def _draft(modules: Modules, params: Params, state: DecodeState) -> tuple[DraftT
         candidates = top_candidates(logits, min(plan.budget, vocab))
         return ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget, spine=plan.tree.spine), None
     candidates = top_candidates(logits, min(modules.weaver.config.pool_size, vocab))
+    width, steps, ahead = _schedule(plan)
     tree = modules.weaver.build_tree(
         state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"],
-        budget=plan.budget, steps=_steps(plan), spine=plan.tree.spine,
+        budget=plan.budget, width=width, steps=steps, spine=plan.tree.spine, ahead=ahead,
     )  # fmt: skip
     return tree, None
 
 
-def _steps(plan: DecodePlan) -> int | None:
-    """Calls of the Weaver before pruning, as many as without it or as a spine needs; None prunes nothing."""
+def _schedule(plan: DecodePlan) -> Schedule:
+    """Of a pruned tree, with a spine as many steps as that needs; or the reference's, where steps are no limit."""
+    if plan.tree.pruned and not plan.tree.spine:
+        return pruned_schedule(plan.budget)
     chain = min(plan.budget, plan.depth) if plan.tree.spine else 1
     steps = max(default_steps(plan.budget), chain)
-    return steps if plan.tree.pruned or steps > default_steps(plan.budget) else None
+    prune = plan.tree.pruned or steps > default_steps(plan.budget)
+    return Schedule(default_width(plan.budget), steps if prune else None)
 
 
 def _drawn_chain(state: DecodeState, logits: Float[Array, "batch depth vocab"]) -> tuple[DraftTree, Array]:

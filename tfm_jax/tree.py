@@ -78,6 +78,19 @@ def default_steps(budget: int) -> int:
     return -(-budget // default_width(budget))
 
 
+class Schedule(NamedTuple):
+    """How `best_first_tree` grows a tree; see its arguments."""
+
+    width: int
+    steps: int | None
+    ahead: int = 0
+
+
+def pruned_schedule(budget: int) -> Schedule:
+    """Nine steps of four nodes and a guess behind each: as good as sixteen without guesses (`docs/trees.md`)."""
+    return Schedule(min(max(4, default_width(budget)), budget), 9, 1)
+
+
 def chain_tree(
     root: Int[Array, " batch"],
     ids: Int[Array, "batch depth pool"],
