@@ -1,4 +1,4 @@
-"""Growth of a Weaver's tree in one kernel, where there is one; elsewhere `tfm_jax.tree.best_first_tree` does the same.
+"""Growth of a Weaver's tree in one kernel, where there is one; elsewhere `tfm_jax.best_first` does the same in XLA.
 
 The kernel is for batch 1 and a Weaver of generation w1 with one layer, in bfloat16.
 """
@@ -119,7 +119,7 @@ def grow(
     """
     module = _triton_module()
     if module is None:
-        message = "the fused growth of trees needs an NVIDIA GPU and jax-triton; use tfm_jax.tree.best_first_tree"
+        message = "the fused growth of trees needs an NVIDIA GPU and jax-triton; use tfm_jax.best_first.best_first_tree"
         raise ValueError(message)
     return module.grow(
         root, candidate_ids, candidate_scores.astype(jnp.float32), inputs_table, heads_table, positions,

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tree import VOCAB, assert_well_formed, jit_quickly, node_paths, table_step
 
+from tfm_jax.best_first import best_first_tree
 from tfm_jax.decode import propose
 from tfm_jax.errors import TfmError
 from tfm_jax.sampling import gumbel_noise
-from tfm_jax.tree import DraftTree, best_first_tree, ddtree, drop_nodes, first_nodes
+from tfm_jax.tree import DraftTree, ddtree, drop_nodes, first_nodes
 
 pytestmark = pytest.mark.slow
 

@@ -23,6 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from tfm_jax.best_first import Schedule, default_steps, default_width, pruned_schedule
 from tfm_jax.budget import choose_budget, promised_tokens
 from tfm_jax.commit import commit_path, take_nodes
 from tfm_jax.config import DecodePlan, Models
@@ -31,19 +32,7 @@ from tfm_jax.filters import count_tokens, filter_logits, log_laws, node_laws, pe
 from tfm_jax.sampling import AcceptedPath, Logprobs, cut_at_stop, node_choices, scaled_noise, token_logprobs
 from tfm_jax.state import DecodeState, DeltaTape, Filters, KVRows, Ledger, write_rows
 from tfm_jax.target import Target, empty_target_state
-from tfm_jax.tree import (
-    DraftTree,
-    Schedule,
-    chain_tree,
-    conv_taps,
-    ddtree,
-    default_steps,
-    default_width,
-    drop_nodes,
-    first_nodes,
-    pruned_schedule,
-    top_candidates,
-)
+from tfm_jax.tree import DraftTree, chain_tree, conv_taps, ddtree, drop_nodes, first_nodes, top_candidates
 from tfm_jax.verifiers import accept, draft_noise
 from tfm_jax.weaver import Weaver
 

@@ -24,18 +24,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import weaver_tree
+from tfm_jax.best_first import NewNodes, best_first_tree, check_growth, default_width, expanded_slots, grown_tree
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
 from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
-from tfm_jax.tree import (
-    DraftTree,
-    NewNodes,
-    best_first_tree,
-    check_growth,
-    default_width,
-    expanded_slots,
-    grown_tree,
-)
+from tfm_jax.tree import DraftTree
 
 NORM_EPS = 1e-6
 POSITION_SCALE = 0.02

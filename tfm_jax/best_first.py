@@ -1,0 +1,367 @@
+"""The best-first tree: nodes grown from the most probable on, under conditionals that a model computes step by step.
+
+Conventions of trees are those of `tfm_jax.tree`. Why the default schedule is what it is: `docs/trees.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.weaver_tree import TreeGrowth
+from tfm_jax.errors import TfmError
+from tfm_jax.tree import DraftTree, check_budget, finish_tree, pick_rows, take_best
+
+MAX_WIDTH = 32
+
+
+class NewNodes(NamedTuple):
+    """Consecutive slots that `best_first_tree` has just filled and wants expanded."""
+
+    first_slot: Int[Array, ""]  # 0 in the first call, for the root and whatever unused slots fill the width
+    tokens: Int[Array, "batch width"]
+    depths: Int[Array, "batch width"]  # clamped to the last candidate row; nodes at the depth limit get no children
+    ancestors: Bool[Array, "batch width nodes"]  # strict: a node is not its own ancestor; guesses: new nodes among them
+
+
+type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
+
+
+def default_width(budget: int) -> int:
+    """Nodes that `best_first_tree` takes in one step: ⌈budget / 16⌉, so that a tree needs 16 steps, at most 32."""
+    return max(1, min(-(-budget // 16), budget, MAX_WIDTH))
+
+
+def default_steps(budget: int) -> int:
+    """Calls of the reference's schedule, ⌈budget / width⌉: 16 at multiples of 16."""
+    return -(-budget // default_width(budget))
+
+
+class Schedule(NamedTuple):
+    """How `best_first_tree` grows a tree; see its arguments."""
+
+    width: int
+    steps: int | None
+    ahead: int = 0
+
+
+def pruned_schedule(budget: int) -> Schedule:
+    """Nine steps of four nodes and a guess behind each: as good as sixteen without guesses (`docs/trees.md`)."""
+    return Schedule(min(max(4, default_width(budget)), budget), 9, 1)
+
+
+def best_first_tree[Carry](
+    root: Int[Array, " batch"],
+    candidate_ids: Int[Array, "batch depth pool"],
+    step: NodeStep[Carry],
+    carry: Carry,
+    *,
+    budget: int,
+    width: int | None = None,
+    expand: int | None = None,
+    steps: int | None = None,
+    spine: bool = False,
+    ahead: int = 0,
+) -> DraftTree:
+    """Grows a tree from its most probable frontier nodes, `width` at a time, under conditionals that `step` computes.
+
+    Trees from Marginals, arXiv 2607.06763, and `dflash_tfm.py` of trymirai/sglang. The root is expanded first. Then,
+    until the budget is spent, the `width` best frontier entries become nodes, best first, and are expanded in one call;
+    the last group, cut to the budget, is not expanded. Expanding keeps the `expand` best children, normalised over the
+    whole pool. A child of a node taken in the same group waits for the next one: only `width` 1 is exact best-first.
+
+    With `steps` the tree is pruned: after `steps` calls the `budget` best of all nodes and frontier entries are kept,
+    in the order of their scores. So a node does not have to be expanded to get children, nor kept because it was, and
+    the number of dependent calls no longer follows from the budget (grow-and-prune, `uzu_tree.py` of trymirai/sglang).
+
+    With `ahead` a call also expands a guessed child of each of its nodes, a guessed child of that one, and so on, so
+    that fewer calls reach as deep: the guess is the first candidate of the depth, and the first call is one chain of
+    guesses from the root. A guess is a node like any other once its parent's conditionals are known.
+
+    Args:
+        root: last emitted token.
+        candidate_ids: possible children of the nodes of each depth; −1 means no candidate.
+        step: `step(carry, new_nodes)` returns the carry and, per new node, float32 logits over its depth's candidates.
+            Unused slots are among the nodes; what it says of them is ignored.
+        carry: whatever `step` has to remember of earlier nodes, for example their keys and values.
+        budget: draft nodes, the root not counted.
+        width: nodes per step, `default_width(budget)` if None.
+        expand: children per node, at most 8 if None.
+        steps: calls of `step` before the tree is pruned; None prunes nothing.
+        spine: keep the chain of best children from the root, as far as the budget reaches: its next node is in every
+            group, so that it takes a step a node.
+        ahead: guesses behind each of the `width` nodes of a call; needs `steps`, and excludes a spine.
+
+    Raises:
+        TfmError: `budget`, `width`, `expand`, `steps` or `ahead` is out of range, or too few steps for a spine.
+    """
+    depth, pool = candidate_ids.shape[1:]
+    width = default_width(budget) if width is None else width
+    expand = min(8, pool) if expand is None else expand
+    groups = -(-budget // width) if steps is None else steps
+    check_growth(
+        budget=budget, depth=depth, pool=pool, width=width, expand=expand, steps=steps, spine=spine, ahead=ahead
+    )
+    seen = expanded_slots(budget, width, steps, ahead)
+    rows = width * (1 + ahead)
+
+    def grow(group: Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
+        # Without guesses slots 1 .. width − 1, expanded together with the root, are still unused then and add nothing
+        # to the frontier, and the second group takes them.
+        growth, carry = state
+        shift = 0 if ahead else rows - 1
+        first = jnp.maximum(group * rows - shift, 0)
+        growth, carry = _expand(growth, carry, first, rows, candidate_ids, step, seen, chains=chains)
+        following = (group + 1) * rows - shift
+        growth = _take(growth, following, width, spine=spine)
+        for level in range(1, 1 + ahead):
+            growth = _guess(growth, following + level * width, width, candidate_ids)
+        return growth, carry
+
+    state = (_start(root, expanded_slots(budget, width, groups + 1, ahead), expand), carry)
+    if ahead:
+        growth, carry = state
+        for slot in range(1, rows):
+            growth = _guess(growth, jnp.int32(slot), 1, candidate_ids)
+        state = grow(jnp.int32(0), (growth, carry), chains=1)
+    growth, _ = lax.fori_loop(1 if ahead else 0, groups, grow, state)
+    if steps is not None:
+        return _prune(growth, budget, depth, spine=spine)
+    tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
+    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
+
+
+def check_growth(
+    *, budget: int, depth: int, pool: int, width: int, expand: int, steps: int | None, spine: bool, ahead: int
+) -> None:
+    """Whether `best_first_tree` can grow such a tree.
+
+    Raises:
+        TfmError: it cannot.
+    """
+    check_budget(budget)
+    if not 1 <= width <= min(budget, MAX_WIDTH):
+        message = f"The tree's width is {width}; use 1 to {min(budget, MAX_WIDTH)}."
+        raise TfmError(message)
+    if not 1 <= expand <= pool:
+        message = f"The tree's expand is {expand}; use 1 to {pool}, the candidates of each depth."
+        raise TfmError(message)
+    groups = -(-budget // width) if steps is None else steps
+    if spine and groups < min(budget, depth):
+        message = f"A spine of {min(budget, depth)} nodes needs as many steps, not {groups}; use a smaller width."
+        raise TfmError(message)
+    if groups < 1:
+        message = f"The tree's steps are {groups}; use at least 1."
+        raise TfmError(message)
+    if ahead < 0 or (ahead and (steps is None or spine)):
+        message = f"The tree's ahead is {ahead}; use 0, or more in a tree with steps and without a spine."
+        raise TfmError(message)
+
+
+def grown_tree(growth: TreeGrowth, *, budget: int, max_depth: int, pruned: bool) -> DraftTree:
+    """What `best_first_tree` makes of the growth of a batch of one; unpruned only without guessed nodes."""
+    slots = jnp.arange(len(growth.tokens))
+    missing = len(slots) - len(growth.frontier_scores)
+    ancestors = (growth.lineage[..., None] == slots).any(axis=1) & (growth.scores > -jnp.inf)[:, None]
+    frontier = jnp.pad(growth.frontier_scores, ((0, missing), (0, 0)), constant_values=-jnp.inf)
+    rows = _Growth(
+        tokens=growth.tokens,
+        parents=growth.parents,
+        depths=growth.depths,
+        scores=growth.scores,
+        ancestors=ancestors,
+        frontier_tokens=jnp.pad(growth.frontier_tokens, ((0, missing), (0, 0))).reshape(-1),
+        frontier_scores=frontier.reshape(-1),
+        tip=jnp.zeros((), jnp.int32),
+    )
+    rows = jax.tree.map(lambda x: x[None], rows)
+    if pruned:
+        return _prune(rows, budget, max_depth, spine=False)
+    unused = missing - 1  # behind the root
+    tokens, parents, depths, scores, ancestors = (
+        jnp.concatenate([x[:, :1], x[:, 1 + unused : 1 + unused + budget]], axis=1) for x in rows[:5]
+    )
+    ancestors = jnp.concatenate([ancestors[..., :1], ancestors[..., 1 + unused : 1 + unused + budget]], axis=2)
+    parents = jnp.where(parents > 0, parents - unused, parents)
+    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors)
+
+
+def expanded_slots(budget: int, width: int, steps: int | None, ahead: int = 0) -> int:
+    """Slots that `best_first_tree` shows to its `step`, the root's among them: those that may be expanded."""
+    if ahead:
+        return width * (1 + ahead) * (steps or 1)
+    return budget + 1 if steps is None else 1 + max(steps - 1, 1) * width
+
+
+class _Growth(NamedTuple):
+    """A growing tree; `tip` is the deepest slot of the chain of best children.
+
+    Frontier entries slot · expand … + expand − 1 are the children of `slot`, best first; −inf means taken.
+    """
+
+    tokens: Int[Array, "batch nodes"]
+    parents: Int[Array, "batch nodes"]
+    depths: Int[Array, "batch nodes"]
+    scores: Float[Array, "batch nodes"]
+    ancestors: Bool[Array, "batch nodes nodes"]
+    frontier_tokens: Int[Array, "batch entries"]
+    frontier_scores: Float[Array, "batch entries"]
+    tip: Int[Array, " batch"]
+
+
+def _start(root: Int[Array, " batch"], nodes: int, expand: int) -> _Growth:
+    batch = root.shape[0]
+    return _Growth(
+        tokens=jnp.zeros((batch, nodes), jnp.int32).at[:, 0].set(root),
+        parents=jnp.full((batch, nodes), -1, jnp.int32),
+        depths=jnp.zeros((batch, nodes), jnp.int32),
+        scores=jnp.full((batch, nodes), -jnp.inf, jnp.float32).at[:, 0].set(0.0),
+        ancestors=jnp.zeros((batch, nodes, nodes), bool).at[:, 0, 0].set(True),
+        frontier_tokens=jnp.zeros((batch, nodes * expand), jnp.int32),
+        frontier_scores=jnp.full((batch, nodes * expand), -jnp.inf, jnp.float32),
+        tip=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def _take(growth: _Growth, first: Int[Array, ""], width: int, *, spine: bool) -> _Growth:
+    """Moves the `width` best frontier entries, best first but after the spine's, into the slots from `first` on."""
+    batch, nodes = growth.tokens.shape
+    expand = growth.frontier_scores.shape[1] // nodes
+    on_spine = jnp.arange(nodes * expand) == growth.tip[:, None] * expand if spine else None
+    scores, entries = take_best(growth.frontier_scores, on_spine, width)
+    valid = scores > -jnp.inf
+    parents = jnp.where(valid, entries // expand, 0)
+    lineage = pick_rows(growth.ancestors, parents)
+    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
+
+    def write(rows: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(rows, new, first, axis=1)
+
+    return _Growth(
+        tokens=write(growth.tokens, jnp.where(valid, pick_rows(growth.frontier_tokens, entries), 0)),
+        parents=write(growth.parents, jnp.where(valid, parents, -1)),
+        depths=write(growth.depths, jnp.where(valid, pick_rows(growth.depths, parents) + 1, 0)),
+        scores=write(growth.scores, scores),
+        ancestors=write(growth.ancestors, (lineage | own) & valid[..., None]),
+        frontier_tokens=growth.frontier_tokens,
+        frontier_scores=growth.frontier_scores.at[jnp.arange(batch)[:, None], entries].set(-jnp.inf),
+        tip=jnp.where(valid[:, 0] & (entries[:, 0] == growth.tip * expand), first, growth.tip),
+    )
+
+
+def _guess(
+    growth: _Growth, first: Int[Array, ""], width: int, candidate_ids: Int[Array, "batch depth pool"]
+) -> _Growth:
+    """Writes a child of each of the `width` slots before `first` from there on; scores follow in `_expand`."""
+    batch, nodes = growth.tokens.shape
+    depth = candidate_ids.shape[1]
+    parents = jnp.broadcast_to(first - width + jnp.arange(width, dtype=jnp.int32), (batch, width))
+    depths = pick_rows(growth.depths, parents)
+    tokens = pick_rows(candidate_ids[..., 0], jnp.minimum(depths, depth - 1))
+    lineage = pick_rows(growth.ancestors, parents)
+    used = (lineage & (jnp.arange(nodes) == parents[..., None])).any(axis=-1) & (depths < depth) & (tokens >= 0)
+    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
+
+    def write(rows: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(rows, new, first, axis=1)
+
+    return growth._replace(
+        tokens=write(growth.tokens, jnp.where(used, tokens, 0)),
+        parents=write(growth.parents, jnp.where(used, parents, -1)),
+        depths=write(growth.depths, jnp.where(used, depths + 1, 0)),
+        ancestors=write(growth.ancestors, (lineage | own) & used[..., None]),
+    )
+
+
+def _prune(growth: _Growth, budget: int, max_depth: int, *, spine: bool) -> DraftTree:
+    """The `budget` best of nodes and frontier, best first.
+
+    A child's score is never above its parent's and nodes come before the frontier, parents before children: the stable
+    top-k keeps no child without its parent and puts parents first.
+    """
+    batch, nodes = growth.tokens.shape
+    expand = growth.frontier_scores.shape[1] // nodes
+    above = jnp.broadcast_to(jnp.repeat(jnp.arange(nodes), expand), growth.frontier_scores.shape)
+    scores = jnp.concatenate([growth.scores.at[:, 0].set(-jnp.inf), growth.frontier_scores], axis=1)
+    tokens = jnp.concatenate([growth.tokens, growth.frontier_tokens], axis=1)
+    parents = jnp.concatenate([growth.parents, above], axis=1)
+    depths = jnp.concatenate([growth.depths, pick_rows(growth.depths, above) + 1], axis=1)
+    on_spine = None
+    if spine:
+        chain = pick_rows(growth.ancestors, growth.tip[:, None])[:, 0]
+        on_spine = jnp.pad(chain, ((0, 0), (0, nodes * expand)))
+    best, picked = take_best(scores, on_spine, budget)
+    valid = best > -jnp.inf
+    slots = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), picked.shape)
+    rows = jnp.arange(batch)[:, None]
+    slot_of = jnp.zeros(scores.shape, jnp.int32).at[rows, picked].set(slots).at[:, 0].set(0)
+    new_parents = pick_rows(slot_of, jnp.maximum(pick_rows(parents, picked), 0))
+    return finish_tree(
+        growth.tokens[:, 0],
+        tokens=jnp.where(valid, pick_rows(tokens, picked), 0),
+        parents=jnp.where(valid, new_parents, -1),
+        depths=jnp.where(valid, pick_rows(depths, picked), 0),
+        scores=best,
+        max_depth=max_depth,
+    )
+
+
+def _expand[Carry](
+    growth: _Growth,
+    carry: Carry,
+    first: Int[Array, ""],
+    width: int,
+    candidate_ids: Int[Array, "batch depth pool"],
+    step: NodeStep[Carry],
+    nodes: int,
+    *,
+    chains: int,
+) -> tuple[_Growth, Carry]:
+    """Adds the best children of `width` slots to the frontier; `step` sees only the first `nodes` slots.
+
+    The first `chains` slots are followed by a guessed child of each, and so on; their scores are set here.
+    """
+    batch, slots = growth.tokens.shape
+    depth = candidate_ids.shape[1]
+    expand = growth.frontier_scores.shape[1] // slots
+
+    def new(rows: Array) -> Array:
+        return lax.dynamic_slice_in_dim(rows, first, width, axis=1)
+
+    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
+    row = jnp.minimum(new(growth.depths), depth - 1)
+    carry, logits = step(carry, NewNodes(first, new(growth.tokens), row, new(growth.ancestors)[..., :nodes] & ~own))
+    ids = pick_rows(candidate_ids, row)
+    logits = jnp.where(ids >= 0, logits, -jnp.inf)
+    best, index = lax.top_k(logits, expand)
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    edges = jnp.minimum(best - total, 0.0)  # rounding could lift it above 0
+    if chains < width:
+        guessed = jnp.minimum(logits[..., 0] - total[..., 0], 0.0)
+        used = new(growth.parents) >= 0
+        levels = [new(growth.scores)[:, :chains]]
+        for level in range(chains, width, chains):
+            above = levels[-1] + guessed[:, level - chains : level]
+            levels.append(jnp.where(used[:, level : level + chains], above, -jnp.inf))
+        scores = lax.dynamic_update_slice_in_dim(growth.scores, jnp.concatenate(levels, axis=1), first, axis=1)
+        growth = growth._replace(scores=scores)
+        has_guess = jnp.pad(used[:, chains:], ((0, 0), (0, chains)))
+        best = jnp.where(has_guess[..., None] & (index == 0), -jnp.inf, best)  # it is a node already
+    parent_scores = new(growth.scores)[..., None]
+    # The depth limit, unused parents and missing candidates all give −inf; `where` also hides −inf − (−inf).
+    open_edge = (best > -jnp.inf) & (parent_scores > -jnp.inf) & (new(growth.depths) < depth)[..., None]
+    scores = jnp.where(open_edge, parent_scores + edges, -jnp.inf)
+
+    def publish(frontier: Array, children: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(frontier, children.reshape(batch, -1), first * expand, axis=1)
+
+    tokens = jnp.take_along_axis(ids, index, axis=-1, mode="promise_in_bounds")
+    growth = growth._replace(
+        frontier_tokens=publish(growth.frontier_tokens, tokens), frontier_scores=publish(growth.frontier_scores, scores)
+    )
+    return growth, carry
