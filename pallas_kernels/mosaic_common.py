@@ -37,14 +37,17 @@ def num_parts(precision: Precision) -> int:
     return {"default": 2, "highest": 3}[precision]
 
 
-def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> plgpu.SMEM:
-    """Shared memory swizzled for TMA and WGMMA."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
+def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, lanes: int = 0) -> plgpu.SMEM:
+    """Shared memory swizzled for TMA and WGMMA in runs of `lanes` columns, by default as wide as the rows allow.
+
+    Two operands of one WGMMA that are both in shared memory need the same run length in bytes.
+    """
+    bits = jnp.finfo(dtype).bits
+    swizzle = plgpu.find_swizzle((lanes or shape[-1]) * bits)
     return plgpu.SMEM(
         shape,
         dtype,
-        transforms=(plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)),
+        transforms=(plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)),
     )
 
 

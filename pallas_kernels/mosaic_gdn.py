@@ -73,7 +73,7 @@ class _Plan(NamedTuple):
 
 def _kernel(
     q_ref, k_ref, v_ref, g_ref, beta_ref, tree_ref, s_ref, o_ref, u_ref, g_out,
-    *, q_smem, k_smem, v_smem, s_smem, a_smem, ring, y_smem, o_smem, u_smem,
+    *, q_smem, k_smem, v_smem, s_smem, a_smem, ring, y_smem, wide_smem,
     g_rows, g_cols, gates, loaded, full, empty, gates_ready, plan: _Plan,
 ):  # fmt: skip
     batch = lax.axis_index("batch")
@@ -282,21 +282,25 @@ def _kernel(
                     y = y - step if n == 0 else y + step
             with jax.named_scope("update"):
                 store(split(y, plan.parts), y_refs)
-                u_smem[...] = y * rows(norm, wide)
+                if i > 0:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                wide_smem[...] = y * rows(norm, wide)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(u_smem.at[inside(i)], u_ref.at[batch, span(i), head, values])
+                plgpu.copy_smem_to_gmem(wide_smem.at[inside(i)], u_ref.at[batch, span(i), head, values])
             with jax.named_scope("output"):
                 for j in range(i + 1):
                     out += pop(plan.width(j), [y_smem.at[j, p, inside(j)] for p in range(plan.parts)])
             with jax.named_scope("write"):
-                o_smem[...] = out * rows(q_scale, wide)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                wide_smem[...] = out * rows(q_scale, wide)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem.at[inside(i)], o_ref.at[batch, span(i), head, values])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=i + 1 < plan.tiles)
+                plgpu.copy_smem_to_gmem(wide_smem.at[inside(i)], o_ref.at[batch, span(i), head, values])
+                if i + 1 == plan.tiles:
+                    plgpu.wait_smem_to_gmem(0)
 
 
 def gdn_tree_verify(
-    query, key, value, log_decay, beta, ancestors, state, *, precision: Precision = "default", interpret=None, block=64, compiler_params=None
+    query, key, value, log_decay, beta, ancestors, state, *, precision: Precision = "default", interpret=None, block=64, compiler_params=None, packed=False
 ):
     batch, nodes, key_heads, key_dim = key.shape
     heads, value_dim = value.shape[2:]
@@ -305,16 +309,16 @@ def gdn_tree_verify(
     tiles = plan.tiles
     cols_ = min(TILE_ROWS, nodes)
     slots = SLOTS
+    lanes = min(cols_, plan.block)
     scratch = dict(
-        q_smem=tile((tiles, TILE_ROWS, key_dim), BF16),
-        k_smem=tile((tiles, TILE_ROWS, key_dim), BF16),
-        v_smem=tile((tiles, TILE_ROWS, plan.block), BF16),
-        s_smem=tile((parts, key_dim, plan.block), BF16),
-        a_smem=tile((parts, TILE_ROWS, cols_), BF16),
-        ring=tile((slots, parts, TILE_ROWS, cols_), BF16),
-        y_smem=tile((tiles, parts, TILE_ROWS, plan.block), BF16),
-        o_smem=tile((TILE_ROWS, plan.block), F32),
-        u_smem=tile((TILE_ROWS, plan.block), F32),
+        q_smem=tile((tiles, TILE_ROWS, key_dim), BF16, lanes),
+        k_smem=tile((tiles, TILE_ROWS, key_dim), BF16, lanes),
+        v_smem=tile((tiles, TILE_ROWS, plan.block), BF16, lanes),
+        s_smem=tile((parts, key_dim, plan.block), BF16, lanes),
+        a_smem=tile((parts, TILE_ROWS, cols_), BF16, lanes),
+        ring=tile((slots, parts, TILE_ROWS, cols_), BF16, lanes),
+        y_smem=tile((tiles, parts, TILE_ROWS, plan.block), BF16, lanes),
+        wide_smem=tile((TILE_ROWS, plan.block), F32),
         g_rows=plgpu.SMEM((tiles, 2, TILE_ROWS), F32),
         g_cols=plgpu.SMEM((tiles, 2, TILE_ROWS), F32),
         gates=plgpu.SMEM((tiles, 4, TILE_ROWS), F32),
@@ -337,5 +341,5 @@ def gdn_tree_verify(
         interpret=interpret,
         kernel_name="gdn_tree_verify",
         compiler_params=compiler_params,
-    )(query, key, value, log_decay, beta, pack_ancestors(ancestors), state)
+    )(query, key, value, log_decay, beta, ancestors if packed else pack_ancestors(ancestors), state)
     return GdnTreeResult(*result[:2], result[2][:, :nodes])
