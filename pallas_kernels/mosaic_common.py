@@ -74,6 +74,14 @@ def store(parts: Sequence[jax.Array], refs: Sequence[jax.Array]) -> None:
     plgpu.commit_smem()
 
 
+def store_strided(ref: jax.Array, value: jax.Array) -> None:
+    """Writes registers to global memory in pieces smaller than 32 bytes, which jax 0.12 wants said."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def dot(shape: tuple[int, int], terms: Sequence[tuple], *, interpret: bool) -> jax.Array:
     """Σ a @ b over `terms` in float32; a is shared memory or bf16 registers, b shared memory.
 

@@ -29,6 +29,7 @@ from pallas_kernels.mosaic_common import (
     rows,
     split,
     store,
+    store_strided,
     tile,
 )
 
@@ -168,7 +169,7 @@ def _kernel(
                 )
                 depth_cols = plgpu.load(tree_ref.at[batch, words + 1, span(i)], layout=COLS, optimized=False)
                 apart = lax.bitwise_xor(rows(depth_rows, square), cols(depth_cols, square))
-                g_out[batch, pl.ds(i * TILE_ROWS, TILE_ROWS), head] = coarse + fine
+                store_strided(g_out.at[batch, pl.ds(i * TILE_ROWS, TILE_ROWS), head], coarse + fine)
             with jax.named_scope("gram"):
                 plgpu.barrier_wait(loaded.at[i])
                 gram = product(square, [(k_smem.at[i], k_smem.at[i, inside(i)].T)])
@@ -236,11 +237,21 @@ def _kernel(
 
     @pl.when(warpgroup == 1)
     def _():
+        def query_scale(i):
+            with jax.named_scope("query"):
+                plgpu.barrier_wait(loaded.at[i])
+                q = plgpu.load(q_smem.at[i], layout=WGMMA).astype(F32)
+                return lax.rsqrt(jnp.sum(q * q, axis=1) + NORM_EPS) * plan.key**-0.5
+
+        parts = [pl.ds(start, TILE_ROWS) for start in range(0, plan.key, TILE_ROWS)]
+        # In flight together: nothing waits for them before the first split.
+        states = [plgpu.load(s_ref.at[batch, head, part, values], layout=WGMMA, optimized=False) for part in parts]
+        q_scale = query_scale(0)
         with jax.named_scope("state"):
-            for start in range(0, plan.key, TILE_ROWS):
-                part = pl.ds(start, TILE_ROWS)
-                s = plgpu.load(s_ref.at[batch, head, part, values], layout=WGMMA, optimized=False)
-                store(split(s, plan.parts), [s_smem.at[p, part] for p in range(plan.parts)])
+            for part, s in zip(parts, states, strict=True):
+                for n, piece in enumerate(split(s, plan.parts)):
+                    s_smem[n, part] = piece
+            plgpu.commit_smem()
         s_refs = [s_smem.at[p] for p in range(plan.parts)]
         wide = (TILE_ROWS, plan.block)
         popped = [0]
@@ -256,10 +267,9 @@ def _kernel(
         for i in range(plan.tiles):
             y_refs = [y_smem.at[i, p] for p in range(plan.parts)]
             y_used = [y_smem.at[i, p, inside(i)] for p in range(plan.parts)]
+            if i > 0:
+                q_scale = query_scale(i)
             with jax.named_scope("inherit"):
-                plgpu.barrier_wait(loaded.at[i])
-                q = plgpu.load(q_smem.at[i], layout=WGMMA).astype(F32)
-                q_scale = lax.rsqrt(jnp.sum(q * q, axis=1) + NORM_EPS) * plan.key**-0.5
                 inherited = product(wide, [(k_smem.at[i], s) for s in reversed(s_refs)])
                 plgpu.barrier_wait(gates_ready.at[i])
                 write, reach, carry, norm = (plgpu.load(gates.at[i, n], layout=ROWS) for n in range(4))
