@@ -39,6 +39,7 @@ WORD = 32
 SQUARINGS = 2
 SLOTS = 2
 STEPS = 512.0
+SMEM_BYTES = 232448 - 1024
 
 
 def pack_ancestors(ancestors: jax.Array) -> jax.Array:
@@ -63,6 +64,17 @@ class _Plan(NamedTuple):
     block: int
     parts: int
     interpret: bool
+
+    @property
+    def bytes(self):
+        width = self.width(0)
+        lines = self.key * (self.q_slots + self.tiles) + self.tiles * self.block + width * self.parts * (1 + SLOTS)
+        lines += self.tiles * self.parts * self.block + 2 * self.block + 16 * self.tiles
+        return 2 * (TILE_ROWS * lines + self.parts * self.key * self.block)
+
+    @property
+    def q_slots(self):
+        return min(self.tiles, 2)
 
     @property
     def tiles(self):
@@ -94,9 +106,14 @@ def _kernel(
 
     @pl.when(warpgroup == 0)
     def _():
+        def copy_query(i):
+            target = q_smem.at[i % plan.q_slots, inside(i)]
+            plgpu.copy_gmem_to_smem(q_ref.at[batch, span(i), key_head], target, loaded.at[i])
+
         for i in range(plan.tiles):
             plgpu.copy_gmem_to_smem(k_ref.at[batch, span(i), key_head], k_smem.at[i, inside(i)], loaded.at[i])
-            plgpu.copy_gmem_to_smem(q_ref.at[batch, span(i), key_head], q_smem.at[i, inside(i)], loaded.at[i])
+            if i < plan.q_slots:
+                copy_query(i)
             plgpu.copy_gmem_to_smem(v_ref.at[batch, span(i), head, values], v_smem.at[i, inside(i)], loaded.at[i])
         levels = jnp.maximum(tree_ref[batch, words + 2, 0], SQUARINGS + 2)
         pushed = [0]
@@ -226,10 +243,12 @@ def _kernel(
             for j in range(i + 1):
                 with jax.named_scope("readout"):
                     shape = (TILE_ROWS, plan.width(j))
-                    lookup = product(shape, [(q_smem.at[i], k_smem.at[j, inside(j)].T)])
+                    lookup = product(shape, [(q_smem.at[i % plan.q_slots], k_smem.at[j, inside(j)].T)])
                     claim()
                     put(lookup * (decay if j == i else decays(i, j, on_path(i, j))))
                     push()
+            if i + plan.q_slots < plan.tiles:
+                copy_query(i + plan.q_slots)
 
         # A warpgroup that exits while another multiplies is an illegal instruction; the interpreter wants it too.
         for n in range(max(pushed[0] - SLOTS, 0), pushed[0]):
@@ -240,7 +259,7 @@ def _kernel(
         def query_scale(i):
             with jax.named_scope("query"):
                 plgpu.barrier_wait(loaded.at[i])
-                q = plgpu.load(q_smem.at[i], layout=WGMMA).astype(F32)
+                q = plgpu.load(q_smem.at[i % plan.q_slots], layout=WGMMA).astype(F32)
                 return lax.rsqrt(jnp.sum(q * q, axis=1) + NORM_EPS) * plan.key**-0.5
 
         parts = [pl.ds(start, TILE_ROWS) for start in range(0, plan.key, TILE_ROWS)]
@@ -276,7 +295,7 @@ def _kernel(
                 v = plgpu.load(v_smem.at[i], layout=WGMMA).astype(F32)
                 y = (v - inherited * rows(reach, wide)) * rows(write, wide)
             with jax.named_scope("outer"):
-                out = product(wide, [(q_smem.at[i], s) for s in reversed(s_refs)]) * rows(carry, wide)
+                out = product(wide, [(q_smem.at[i % plan.q_slots], s) for s in reversed(s_refs)]) * rows(carry, wide)
             for j in range(i):
                 with jax.named_scope("subtract"):
                     y -= pop(plan.width(j), [y_smem.at[j, p] for p in range(plan.parts)])
@@ -315,13 +334,16 @@ def gdn_tree_verify(
     batch, nodes, key_heads, key_dim = key.shape
     heads, value_dim = value.shape[2:]
     parts = num_parts(precision)
-    plan = _Plan(nodes, key_heads, heads, key_dim, min(block, value_dim), parts, interpret is not None)
+    for size in (block, 32, 16):
+        plan = _Plan(nodes, key_heads, heads, key_dim, min(size, value_dim), parts, interpret is not None)
+        if plan.bytes <= SMEM_BYTES:
+            break
     tiles = plan.tiles
     cols_ = min(TILE_ROWS, nodes)
     slots = SLOTS
     lanes = min(cols_, plan.block)
     scratch = dict(
-        q_smem=tile((tiles, TILE_ROWS, key_dim), BF16, lanes),
+        q_smem=tile((plan.q_slots, TILE_ROWS, key_dim), BF16, lanes),
         k_smem=tile((tiles, TILE_ROWS, key_dim), BF16, lanes),
         v_smem=tile((tiles, TILE_ROWS, plan.block), BF16, lanes),
         s_smem=tile((parts, key_dim, plan.block), BF16, lanes),
