@@ -69,7 +69,7 @@ class _Plan(NamedTuple):
     def bytes(self):
         width = self.width(0)
         lines = self.key * (self.q_slots + self.tiles) + self.tiles * self.block + width * self.parts * (1 + SLOTS)
-        lines += self.tiles * self.parts * self.block + 2 * self.block + 16 * self.tiles
+        lines += self.tiles * self.parts * self.block + 4 * self.block + 16 * self.tiles
         return 2 * (TILE_ROWS * lines + self.parts * self.key * self.block)
 
     @property
@@ -86,8 +86,8 @@ class _Plan(NamedTuple):
 
 def _kernel(
     q_ref, k_ref, v_ref, g_ref, beta_ref, tree_ref, s_ref, o_ref, u_ref, g_out,
-    *, q_smem, k_smem, v_smem, s_smem, a_smem, ring, y_smem, wide_smem,
-    g_rows, g_cols, gates, loaded, full, empty, gates_ready, plan: _Plan,
+    *, q_smem, k_smem, v_smem, s_smem, a_smem, ring, y_smem, wide_smem, u_smem,
+    g_rows, g_cols, gates, loaded, full, empty, gates_ready, solved, plan: _Plan,
 ):  # fmt: skip
     batch = lax.axis_index("batch")
     head = lax.axis_index("head")
@@ -158,7 +158,18 @@ def _kernel(
             exponent += rows(prefix[i][1], shape) - cols(plgpu.load(g_cols.at[j, 1, inside(j)], layout=COLS), shape)
             return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
 
-        prefix = {}
+        def write_updates(i):
+            with jax.named_scope("update"):
+                plgpu.barrier_wait(solved.at[i])
+                shape = (TILE_ROWS, plan.block)
+                u = sum(plgpu.load(y_smem.at[i, n], layout=WGMMA).astype(F32) for n in reversed(range(plan.parts)))
+                if i > 0:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                u_smem[...] = u * rows(norms[i], shape)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(u_smem.at[inside(i)], u_ref.at[batch, span(i), head, values])
+
+        prefix, norms = {}, {}
         for i in range(plan.tiles):
             square = (TILE_ROWS, plan.width(i))
             with jax.named_scope("gates"):
@@ -196,10 +207,10 @@ def _kernel(
                 gates[i, 0] = beta * inverse_norm
                 gates[i, 1] = carry * inverse_norm
                 gates[i, 2] = carry
-                gates[i, 3] = squares * inverse_norm
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(gates_ready.at[i])
                 scale = beta * inverse_norm * inverse_norm
+                norms[i] = squares * inverse_norm
             for j in range(i):
                 with jax.named_scope("below"):
                     shape = (TILE_ROWS, plan.width(j))
@@ -240,6 +251,8 @@ def _kernel(
                 claim()
                 put(p)
                 push()
+            if i > 0:
+                write_updates(i - 1)
             for j in range(i + 1):
                 with jax.named_scope("readout"):
                     shape = (TILE_ROWS, plan.width(j))
@@ -250,6 +263,8 @@ def _kernel(
             if i + plan.q_slots < plan.tiles:
                 copy_query(i + plan.q_slots)
 
+        write_updates(plan.tiles - 1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         # A warpgroup that exits while another multiplies is an illegal instruction; the interpreter wants it too.
         for n in range(max(pushed[0] - SLOTS, 0), pushed[0]):
             plgpu.barrier_wait(empty.at[n % SLOTS])
@@ -291,7 +306,7 @@ def _kernel(
             with jax.named_scope("inherit"):
                 inherited = product(wide, [(k_smem.at[i], s) for s in reversed(s_refs)])
                 plgpu.barrier_wait(gates_ready.at[i])
-                write, reach, carry, norm = (plgpu.load(gates.at[i, n], layout=ROWS) for n in range(4))
+                write, reach, carry = (plgpu.load(gates.at[i, n], layout=ROWS) for n in range(3))
                 v = plgpu.load(v_smem.at[i], layout=WGMMA).astype(F32)
                 y = (v - inherited * rows(reach, wide)) * rows(write, wide)
             with jax.named_scope("outer"):
@@ -311,21 +326,18 @@ def _kernel(
                     y = y - step if n == 0 else y + step
             with jax.named_scope("update"):
                 store(split(y, plan.parts), y_refs)
-                if i > 0:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                wide_smem[...] = y * rows(norm, wide)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(wide_smem.at[inside(i)], u_ref.at[batch, span(i), head, values])
+                plgpu.barrier_arrive(solved.at[i])
             with jax.named_scope("output"):
                 for j in range(i + 1):
                     out += pop(plan.width(j), [y_smem.at[j, p, inside(j)] for p in range(plan.parts)])
             with jax.named_scope("write"):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if i > 0:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 wide_smem[...] = out * rows(q_scale, wide)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(wide_smem.at[inside(i)], o_ref.at[batch, span(i), head, values])
                 if i + 1 == plan.tiles:
-                    plgpu.wait_smem_to_gmem(0)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def gdn_tree_verify(
@@ -351,12 +363,14 @@ def gdn_tree_verify(
         ring=tile((slots, parts, TILE_ROWS, cols_), BF16, lanes),
         y_smem=tile((tiles, parts, TILE_ROWS, plan.block), BF16, lanes),
         wide_smem=tile((TILE_ROWS, plan.block), F32),
+        u_smem=tile((TILE_ROWS, plan.block), F32),
         g_rows=plgpu.SMEM((tiles, 2, TILE_ROWS), F32),
         g_cols=plgpu.SMEM((tiles, 2, TILE_ROWS), F32),
-        gates=plgpu.SMEM((tiles, 4, TILE_ROWS), F32),
+        gates=plgpu.SMEM((tiles, 3, TILE_ROWS), F32),
         loaded=plgpu.Barrier(num_arrivals=3, num_barriers=tiles),
         full=plgpu.Barrier(num_barriers=slots),
         empty=plgpu.Barrier(num_barriers=slots),
+        solved=plgpu.Barrier(num_barriers=tiles),
         gates_ready=plgpu.Barrier(num_barriers=tiles),
     )
     padded = tiles * TILE_ROWS
