@@ -180,10 +180,8 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
     factors = [jnp.exp2(x - top) for x in tops]
     weight = sum(factor * stats_ref[1, batch, kv_head, split, row] for split, factor in enumerate(factors))
     inverse = jnp.where(top > SAW_NOTHING, 1.0 / weight, 0.0)
-    out = sum(
-        part * lax.broadcast_in_dim(factor * inverse, part.shape, [])
-        for part, factor in zip(parts, factors, strict=True)
-    )
+    shares = [lax.broadcast_in_dim(factor * inverse, (plan.head,), []) for factor in factors]
+    out = functools.reduce(jnp.add, [part * share for part, share in zip(parts, shares, strict=True)])
     if plan.packed:
         node, member = lax.div(row, jnp.int32(plan.group)), lax.rem(row, jnp.int32(plan.group))
     else:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -21,9 +22,10 @@ WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
 TILE = 64  # query rows of a warpgroup: WGMMA's M
 TMA_ROWS = 8  # rows of a swizzled buffer come and go by eights
-# Scores that nothing may see. Finite, so that the running maximum of a row that has seen nothing yet makes no NaN; such
-# a row sums weights of 1, which its first visible score multiplies by 0.
-MASKED = -1e30
+# A score that may not be seen. Finite, so that the running maximum of a row that has seen nothing yet makes no NaN;
+# such a row sums weights of 1, which its first visible score multiplies by 0. A power of two, so that
+# score * scale − maximum is 0 whether or not it is fused.
+MASKED = -(2.0**100)
 SAW_NOTHING = -1e28  # a running maximum below this (times a scale of at least 0.09) has met masked scores only
 
 
@@ -149,7 +151,7 @@ def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     )(*(operand for operand in operands if operand is not None))
 
 
-def _swizzled(shape: tuple[int, ...], dtype: jnp.dtype = BF16) -> plgpu.SMEM:
+def _swizzled(shape: tuple[int, ...], dtype: DTypeLike = BF16) -> Any:
     """A buffer laid out for TMA and WGMMA."""
     columns = 128 // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
@@ -343,7 +345,7 @@ class _Consumer:
                 plgpu.wgmma(accumulator_ref, weights, values)
                 return accumulator_ref[...]
 
-            weighted = lax.optimization_barrier(pl.run_scoped(multiply, plgpu.ACC(weighted.shape, F32)))
+            weighted = lax.optimization_barrier(pl.run_scoped(multiply, plgpu.ACC((TILE, self.plan.head), F32)))
         plgpu.barrier_arrive(self.scratch.free.at[self._value_slot(step)])
         return weighted
 
