@@ -23,7 +23,11 @@ _WIDTHS = (16, 32, 64, 128, 256)
 _SMALLEST_TILE = 16
 _PROGRAMS_A_CORE = 2
 _MERGED_ROWS = 4
-_SPACIOUS = ("8.0", "9.0", "10.0")  # compute capabilities with 160 KiB of shared memory a core and more; others have 100
+_SPACIOUS = (
+    "8.0",
+    "9.0",
+    "10.0",
+)  # compute capabilities with 160 KiB of shared memory a core and more; others have 100
 
 
 class Tuning(NamedTuple):

@@ -18,17 +18,17 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 @triton.jit
 @no_type_check
 def attend_share(
-    query,
-    key,
-    value,
-    mask,
-    prefix_keys,
-    prefix_values,
-    lengths,
-    positions,
-    outputs,
-    largest,
-    weights,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    mask: tl.tensor,
+    prefix_keys: tl.tensor,
+    prefix_values: tl.tensor,
+    lengths: tl.tensor,
+    positions: tl.tensor,
+    outputs: tl.tensor,
+    largest: tl.tensor,
+    weights: tl.tensor,
     nodes: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -40,7 +40,7 @@ def attend_share(
     block: tl.constexpr,
     node_block: tl.constexpr,
     form: tl.constexpr,
-):
+) -> None:
     """Share `shares` holds the nodes themselves, the others split the prefix."""
     row_block, share, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
@@ -98,17 +98,17 @@ def attend_share(
 @triton.jit
 @no_type_check
 def merge_shares(
-    outputs,
-    largest,
-    weights,
-    merged,
+    outputs: tl.tensor,
+    largest: tl.tensor,
+    weights: tl.tensor,
+    merged: tl.tensor,
     nodes: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head: tl.constexpr,
     shares: tl.constexpr,
     rows: tl.constexpr,
-):
+) -> None:
     """Weighs the shares by their log-sum-exp; 0 where a row sees nothing."""
     row_block, pair = tl.program_id(0), tl.program_id(1)
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
@@ -136,16 +136,15 @@ def merge_shares(
 
 @triton.jit
 @no_type_check
-def _scores(q, k, form: tl.constexpr):
-    if q.dtype == tl.float32:
-        return tl.dot(q, tl.trans(k), input_precision=form)
-    else:
-        return tl.dot(q, tl.trans(k))
+def _scores(q: tl.tensor, k: tl.tensor, form: tl.constexpr) -> tl.tensor:
+    return tl.dot(q, tl.trans(k), input_precision=form) if q.dtype == tl.float32 else tl.dot(q, tl.trans(k))
 
 
 @triton.jit
 @no_type_check
-def _fold(m, w, o, s, v, form: tl.constexpr):
+def _fold(
+    m: tl.tensor, w: tl.tensor, o: tl.tensor, s: tl.tensor, v: tl.tensor, form: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Adds a block of scores and values to a running softmax; an all-masked row stays as it was."""
     m_new = tl.maximum(m, tl.max(s, axis=1))
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -153,8 +152,5 @@ def _fold(m, w, o, s, v, form: tl.constexpr):
     p = tl.exp2(s - shift[:, None])
     w = kept * w + tl.sum(p, axis=1)
     o = kept[:, None] * o
-    if v.dtype == tl.float32:
-        o = tl.dot(p, v, o, input_precision=form)
-    else:
-        o = tl.dot(p.to(v.dtype), v, o)
+    o = tl.dot(p, v, o, input_precision=form) if v.dtype == tl.float32 else tl.dot(p.to(v.dtype), v, o)
     return m_new, w, o

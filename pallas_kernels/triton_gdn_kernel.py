@@ -16,16 +16,16 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 @triton.jit
 @no_type_check
 def verify_tree(
-    query,
-    key,
-    value,
-    log_decay,
-    beta,
-    ancestors,
-    state,
-    output,
-    update,
-    path_decay,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    log_decay: tl.tensor,
+    beta: tl.tensor,
+    ancestors: tl.tensor,
+    state: tl.tensor,
+    output: tl.tensor,
+    update: tl.tensor,
+    path_decay: tl.tensor,
     nodes: tl.constexpr,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
@@ -36,7 +36,7 @@ def verify_tree(
     levels: tl.constexpr,
     terms: tl.constexpr,
     form: tl.constexpr,
-):
+) -> None:
     """Forward substitution over tiles of nodes; inside a tile the inverse of I + A by halving.
 
     Letters are those of `pallas_kernels.xla`. U of earlier tiles is read back from `update`, which this program wrote.
@@ -74,7 +74,7 @@ def verify_tree(
             G += tl.sum(tl.where(_on_path(ancestors, node_i, node_m, nodes), g[None, :], 0.0), axis=1)
         reach = tl.exp(G)
         rhs = beta_i[:, None] * (v_i - (reach * k_norm)[:, None] * _raw_product(k_i, S, terms, form))
-        O = (reach * q_norm)[:, None] * _raw_product(q_i, S, terms, form)
+        out = (reach * q_norm)[:, None] * _raw_product(q_i, S, terms, form)
 
         for j in range(i):
             node_j = j * tile + slots
@@ -85,21 +85,21 @@ def verify_tree(
             U = tl.load(update + (gates_at + node_j * value_heads)[:, None] * value_size + columns[None, :])
             A = (beta_i * k_norm)[:, None] * D * _gram(k_i, k_j, form)
             rhs -= _product(A, U, form)
-            O += _product(q_norm[:, None] * D * _gram(q_i, k_j, form), U, form)
+            out += _product(q_norm[:, None] * D * _gram(q_i, k_j, form), U, form)
 
         D = _path_decays(ancestors, log_decay, gates_at, node_i, i, i, nodes, value_heads, tile) * k_norm[None, :]
         A = (beta_i * k_norm)[:, None] * D * _gram(k_i, k_i, form)
         U = _product(_inverse(tl.where(slots[:, None] > slots[None, :], A, 0.0), slots, levels, form), rhs, form)
-        O += _product(q_norm[:, None] * D * _gram(q_i, k_i, form), U, form)
+        out += _product(q_norm[:, None] * D * _gram(q_i, k_i, form), U, form)
         tl.store(update + values_i, U, mask=inside[:, None])
-        tl.store(output + values_i, O, mask=inside[:, None])
+        tl.store(output + values_i, out, mask=inside[:, None])
         tl.store(path_decay + gates_i, G, mask=inside & (column_block == 0))
         tl.debug_barrier()  # other threads of this program read U
 
 
 @triton.jit
 @no_type_check
-def _inverse(A, slots, levels: tl.constexpr, form: tl.constexpr):
+def _inverse(A: tl.tensor, slots: tl.tensor, levels: tl.constexpr, form: tl.constexpr) -> tl.tensor:
     """(I + A)⁻¹ of a strictly lower A: see `pallas_kernels.xla.invert_unit_lower`."""
     apart = slots[:, None] ^ slots[None, :]
     X = tl.where(apart == 0, 1.0, tl.where(apart == 1, -A, 0.0))
@@ -111,7 +111,17 @@ def _inverse(A, slots, levels: tl.constexpr, form: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _path_decays(ancestors, log_decay, gates_at, node_i, i, j, nodes, value_heads, tile: tl.constexpr):
+def _path_decays(
+    ancestors: tl.tensor,
+    log_decay: tl.tensor,
+    gates_at: tl.tensor,
+    node_i: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    nodes: tl.tensor,
+    value_heads: tl.tensor,
+    tile: tl.constexpr,
+) -> tl.tensor:
     """D_ij = e^{Σ g over the path from below j down to i} where j is i or an ancestor, else 0.
 
     Nodes between j and an ancestor i of it have indices between theirs.
@@ -132,7 +142,7 @@ def _path_decays(ancestors, log_decay, gates_at, node_i, i, j, nodes, value_head
 
 @triton.jit
 @no_type_check
-def _on_path(ancestors, node_i, node_j, nodes):
+def _on_path(ancestors: tl.tensor, node_i: tl.tensor, node_j: tl.tensor, nodes: tl.tensor) -> tl.tensor:
     """True where j is i or an ancestor of i."""
     inside = (node_i[:, None] < nodes) & (node_j[None, :] < nodes)
     return tl.load(ancestors + node_i[:, None] * nodes + node_j[None, :], mask=inside, other=0) != 0
@@ -140,42 +150,42 @@ def _on_path(ancestors, node_i, node_j, nodes):
 
 @triton.jit
 @no_type_check
-def _gates(log_decay, gates_at, node, nodes, value_heads):
+def _gates(
+    log_decay: tl.tensor, gates_at: tl.tensor, node: tl.tensor, nodes: tl.tensor, value_heads: tl.tensor
+) -> tl.tensor:
     g = tl.load(log_decay + gates_at + node * value_heads, mask=node < nodes, other=0.0).to(tl.float32)
     return tl.maximum(g, -88.0)
 
 
 @triton.jit
 @no_type_check
-def _inverse_norm(x):
+def _inverse_norm(x: tl.tensor) -> tl.tensor:
     x = x.to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)
 
 
 @triton.jit
 @no_type_check
-def _gram(x, y, form: tl.constexpr):
+def _gram(x: tl.tensor, y: tl.tensor, form: tl.constexpr) -> tl.tensor:
     """Products of the rows of raw vectors; those of bfloat16 are exact."""
-    if x.dtype == tl.bfloat16:
-        return tl.dot(x, tl.trans(y))
-    else:
-        return _product(x, tl.trans(y), form)
+    return tl.dot(x, tl.trans(y)) if x.dtype == tl.bfloat16 else _product(x, tl.trans(y), form)
 
 
 @triton.jit
 @no_type_check
-def _raw_product(x, y, terms: tl.constexpr, form: tl.constexpr):
+def _raw_product(x: tl.tensor, y: tl.tensor, terms: tl.constexpr, form: tl.constexpr) -> tl.tensor:
     """Raw vectors times float32."""
-    if x.dtype == tl.bfloat16:
-        return _exact_product(x, y, terms, tl.zeros([x.shape[0], y.shape[1]], tl.float32))
-    else:
-        return _product(x, y, form)
+    return (
+        _exact_product(x, y, terms, tl.zeros([x.shape[0], y.shape[1]], tl.float32))
+        if x.dtype == tl.bfloat16
+        else _product(x, y, form)
+    )
 
 
 @triton.jit
 @no_type_check
-def _exact_product(x, y, terms: tl.constexpr, total):
-    """total + x y of bfloat16 and float32: y as a sum of `terms` bfloat16 numbers, 8 bits each."""
+def _exact_product(x: tl.tensor, y: tl.tensor, terms: tl.constexpr, total: tl.tensor) -> tl.tensor:
+    """Adds to total the product of bfloat16 and float32, y as a sum of `terms` bfloat16 numbers, 8 bits each."""
     for _ in tl.static_range(terms):
         part = y.to(tl.bfloat16)
         total = tl.dot(x, part, total)
@@ -185,11 +195,12 @@ def _exact_product(x, y, terms: tl.constexpr, total):
 
 @triton.jit
 @no_type_check
-def _product(x, y, form: tl.constexpr):
+def _product(x: tl.tensor, y: tl.tensor, form: tl.constexpr) -> tl.tensor:
     """Product of float32: three products of bfloat16 halves, or Triton's own `form`."""
     if form == "bf16x3":
         x_high, y_high = x.to(tl.bfloat16), y.to(tl.bfloat16)
         x_low, y_low = (x - x_high.to(tl.float32)).to(tl.bfloat16), (y - y_high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
+        product = tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
     else:
-        return tl.dot(x, y, input_precision=form)
+        product = tl.dot(x, y, input_precision=form)
+    return product

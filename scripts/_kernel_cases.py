@@ -51,9 +51,7 @@ def gdn_tree_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
             forms=forms_of("gdn_tree_verify"),
             operands=operands,
             run=_front_door("gdn_tree_verify"),
-            oracle=lambda *operands: reference.gdn_tree_verify(
-                *exact(*operands[:5]), np.asarray(operands[5]), *exact(operands[6])
-            ),
+            oracle=_tree_oracle,
             error=_worst_of("output", "update"),
             bar=_BARS[precision],
             bytes=_traffic("gdn_tree_verify", operands),
@@ -73,8 +71,9 @@ def gdn_chunk_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
 
     def oracle(*operands: jax.Array) -> GdnChunkResult:
         query, key, value, log_decay, beta, valid, state = operands
-        rows = exact(query[:, :, :1], key[:, :, :1], value[:, :, :group], log_decay[..., :group], beta[..., :group])
-        return reference.gdn_chunk(*rows, np.asarray(valid), *exact(state[:, :group]))
+        parts = (query[:, :, :1], key[:, :, :1], value[:, :, :group], log_decay[..., :group], beta[..., :group])
+        q, k, v, g, b, s = exact(*parts, state[:, :group])
+        return reference.gdn_chunk(q, k, v, g, b, np.asarray(valid), s)
 
     def error(actual: GdnChunkResult, expected: GdnChunkResult) -> float:
         output = relative_error(actual.output[:, :, :group], np.asarray(expected.output))
@@ -140,6 +139,12 @@ def _gdn_operands(shapes: Shapes, tokens: int, layer: int) -> tuple[jax.Array, .
     )
 
 
+def _tree_oracle(*operands: jax.Array) -> GdnTreeResult:
+    query, key, value, log_decay, beta, ancestors, state = operands
+    q, k, v, g, b, s = exact(query, key, value, log_decay, beta, state)
+    return reference.gdn_tree_verify(q, k, v, g, b, np.asarray(ancestors), s)
+
+
 def _worst_of(*fields: str) -> Callable[[GdnTreeResult, GdnTreeResult], float]:
     def error(actual: GdnTreeResult, expected: GdnTreeResult) -> float:
         pairs = ((getattr(actual, field), np.asarray(getattr(expected, field))) for field in fields)
@@ -171,7 +176,7 @@ def _attention_operands(shapes: Shapes, ancestors: np.ndarray, context: int, lay
     return query, key, value, jnp.asarray(ancestors)[None], prefix
 
 
-def _attend(form: str, query: Any, key: Any, value: Any, mask: Any, prefix: Prefix) -> jax.Array:  # noqa: ANN401
+def _attend(form: Any, query: Any, key: Any, value: Any, mask: Any, prefix: Prefix) -> jax.Array:  # noqa: ANN401
     return pallas_kernels.tree_attention(query, key, value, mask, prefix=prefix, implementation=form)
 
 
