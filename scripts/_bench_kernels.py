@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from _kernel_workload import QWEN_27B, SMALL, Shapes, Workload
 from tfm_jax.errors import TfmError
 
 Op = Literal["gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"]
-Form = Literal["mosaic", "triton", "xla"]
+Form = Literal["mosaic", "triton", "xla", "fla-core"]
 _WORKLOADS: dict[str, Callable[[Shapes, str], Iterator[Workload]]] = {
     "gdn_tree_verify": gdn_tree_workloads,
     "tree_attention": attention_workloads,
@@ -42,7 +42,8 @@ class Kernels:
     Attributes:
         output: JSON file to write.
         ops: operations to time.
-        implementations: forms to time; one that an operation does not have is left out.
+        implementations: forms to time; one that an operation does not have is left out. fla-core is no form but a
+            public kernel to compare `gdn_chunk` with, if it is installed.
         precision: of the operations that have the choice.
         repeats: timed runs of each program, of which the median counts.
         small: tiny shapes, also on a CPU, to see that everything runs; the times mean nothing.
@@ -50,7 +51,7 @@ class Kernels:
 
     output: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
     ops: tuple[Op, ...] = ("gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk")
-    implementations: tuple[Form, ...] = ("mosaic", "triton", "xla")
+    implementations: tuple[Form, ...] = ("mosaic", "triton", "xla", "fla-core")
     precision: Literal["default", "highest"] = "default"
     repeats: int = 20
     small: bool = False
@@ -72,7 +73,7 @@ class Kernels:
         shapes = SMALL if self.small else QWEN_27B
         for op in dict.fromkeys(self.ops):
             for workload in _WORKLOADS[op](shapes, self.precision):
-                forms = tuple(form for form in workload.forms if form in self.implementations)
+                forms = [form for form in (*workload.forms, *workload.foreign) if form in self.implementations]
                 for kind, entry in _measure(workload, forms, self, ceilings):
                     report[kind].append(entry)
                     print(_progress(kind, entry), file=sys.stderr, flush=True)
@@ -106,7 +107,7 @@ class _Failure(NamedTuple):
 
 
 def _measure(
-    workload: Workload, forms: tuple[str, ...], options: Kernels, ceilings: Ceilings
+    workload: Workload, forms: Sequence[str], options: Kernels, ceilings: Ceilings
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """One entry a program: ("rows", …) if it was timed, else ("unsupported", …) or ("failed", …)."""
     if not forms:
@@ -119,11 +120,10 @@ def _measure(
         "operations_us": workload.operations / ceilings.matmul * 1e6,
     }
     for form in forms:
-        run = workload.run(form, options.precision)
         for buffers in workload.buffers:
             operands = layers if buffers == "own" else layers[:1]
             name = {"op": workload.op, "case": workload.case, "buffers": buffers, "implementation": form}
-            outcome = _time(workload, run, operands, expected, options.repeats)
+            outcome = _time(workload, form, operands, expected, options)
             if isinstance(outcome, _Failure):
                 yield outcome.kind, name | {"reason": outcome.reason}
                 break  # the other program would say the same
@@ -133,31 +133,33 @@ def _measure(
 
 def _time(
     workload: Workload,
-    run: Callable[..., Any],
+    form: str,
     layers: list[tuple[Any, ...]],
-    expected: Any,  # noqa: ANN401
-    repeats: int,
+    expected: Any,  # noqa: ANN401 - whatever the oracle returned
+    options: Kernels,
 ) -> dict[str, float] | _Failure:
     try:
-        program = _compile(workload, run, layers)
+        program = _compile(workload, form, options.precision, layers)
     except ValueError as error:
         return _Failure("unsupported", _first_line(error))
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other programs still run
         return _Failure("failed", _first_line(error))
     try:
         results = program()
-        actual = (program.donated, results) if workload.donates else results[0]
-        error = workload.error(actual, expected)
-        del results, actual
-        if error > workload.bar:
+        error = workload.error((program.donated, results) if workload.donates else results[0], expected)
+        if error > workload.bar and form not in workload.foreign:
             return _Failure("failed", f"relative error {error:.2e}, more than {workload.bar:.1e}")
-        times = time_program(program, len(layers), repeats)
+        del results
+        times = time_program(program, len(layers), options.repeats)
     except Exception as error:  # noqa: BLE001
         return _Failure("failed", _first_line(error))
     return {"us": times.us, "elapsed_us": times.elapsed_us, "rel_err": error}
 
 
-def _compile(workload: Workload, run: Callable[..., Any], layers: list[tuple[Any, ...]]) -> Program:
+def _compile(workload: Workload, form: str, precision: str, layers: list[tuple[Any, ...]]) -> Any:  # noqa: ANN401
+    if form in workload.foreign:
+        return workload.foreign[form](layers)
+    run = workload.run(form, precision)
     if workload.donates:
         ((donated, *operands),) = layers
         return Program(run, jax.tree.map(lambda x: x.copy(), donated), *operands)

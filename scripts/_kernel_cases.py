@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _kernel_fla import NAME as FLA
+from _kernel_fla import FlaProgram
 from _kernel_workload import (
     Normals,
     Shapes,
@@ -93,6 +95,7 @@ def gdn_chunk_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
         # W S, Q S and the new state; of lower triangles U, W and the read-out, and the two Gram matrices.
         operations=shapes.tokens * (shapes.value_heads * (6 * matrix + 3 * square) + shapes.key_heads * 2 * square),
         layers=min(_TEXT_LAYERS, shapes.gdn_layers),
+        foreign={FLA: FlaProgram},
     )
 
 

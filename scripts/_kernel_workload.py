@@ -11,7 +11,7 @@ rows that matter), and the operations of the usual algorithm, at the rate of bfl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -96,6 +96,8 @@ class Workload:
         layers: calls in the program whose layers all have their own buffers.
         buffers: which programs there are, with `own` buffers for each layer or with one layer's, `hot` ones.
         donates: see `run`.
+        foreign: public kernels that are timed for comparison, whatever their error, and how to make a program of the
+            layers' operands.
     """
 
     op: str
@@ -111,6 +113,7 @@ class Workload:
     layers: int = 1
     buffers: tuple[Literal["own", "hot"], ...] = ("own", "hot")
     donates: bool = False
+    foreign: Mapping[str, Callable[[list[tuple[Any, ...]]], Any]] = dataclasses.field(default_factory=dict)
 
 
 def random_parents(nodes: int) -> np.ndarray:
