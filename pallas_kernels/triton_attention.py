@@ -7,15 +7,13 @@ more share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.containers import Prefix
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
 
 MAX_NODES = 256
 _DTYPES = ("bfloat16", "float16", "float32")

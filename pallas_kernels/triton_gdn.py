@@ -6,15 +6,13 @@ tf32 parts: with `precision="default"` three of bfloat16, with "highest" three o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.containers import GdnTreeResult
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
 
 MAX_NODES = 256
 _DTYPES = ("bfloat16", "float32")
