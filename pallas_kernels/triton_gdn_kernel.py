@@ -103,7 +103,7 @@ def _inverse(A: tl.tensor, slots: tl.tensor, levels: tl.constexpr, form: tl.cons
     """(I + A)⁻¹ of a strictly lower A: see `pallas_kernels.xla.invert_unit_lower`."""
     apart = slots[:, None] ^ slots[None, :]
     X = tl.where(apart == 0, 1.0, tl.where(apart == 1, -A, 0.0))
-    for level in tl.static_range(1, levels):
+    for level in range(1, levels):
         corners = tl.where((apart >> level) == 1, A, 0.0)
         X -= _product(X, _product(corners, X, form), form)
     return X

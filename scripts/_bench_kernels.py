@@ -1,8 +1,8 @@
 """`bench.py kernels`: every operation in every implementation, checked against an oracle, then timed beside its floor.
 
 A floor is the larger of two times: the bytes that cannot be left out at the rate of a large copy, and the arithmetic at
-the rate of a large bfloat16 product, both measured in the same run. `own` times a program of all layers, each with its
-own buffers, which therefore come from device memory, and divides; `hot` times one layer's buffers again and again.
+the rate of a large bfloat16 product, both measured in the same run. `own` calls all layers in turn, each with its own
+buffers, which therefore come from device memory; `hot` calls one layer again and again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tyro
 from _bench_report import show_kernels
 from _kernel_cases import attention_workloads, gdn_chunk_workloads, gdn_tree_workloads
 from _kernel_cases_model import commit_workloads, top_k_workloads, weaver_workloads
-from _kernel_timing import Ceilings, Program, measure_ceilings, time_program
+from _kernel_timing import Ceilings, Layers, Program, measure_ceilings, time_program
 from _kernel_workload import QWEN_27B, SMALL, Shapes, Workload
 
 from tfm_jax.errors import TfmError
@@ -45,7 +45,7 @@ class Kernels:
         implementations: forms to time; one that an operation does not have is left out. fla-core is no form but a
             public kernel to compare `gdn_chunk` with, if it is installed.
         precision: of the operations that have the choice.
-        repeats: timed runs of each program, of which the median counts.
+        repeats: timed runs through all layers, of which the median counts.
         small: tiny shapes, also on a CPU, to see that everything runs; the times mean nothing.
     """
 
@@ -109,65 +109,59 @@ class _Failure(NamedTuple):
 def _measure(
     workload: Workload, forms: Sequence[str], options: Kernels, ceilings: Ceilings
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One entry a program: ("rows", …) if it was timed, else ("unsupported", …) or ("failed", …)."""
+    """One entry a time: ("rows", …) if there is one, else ("unsupported", …) or ("failed", …)."""
     if not forms:
         return
-    own = workload.layers if "own" in workload.buffers else 1
-    layers = [workload.operands(layer) for layer in range(own)]
+    layers = [workload.operands(layer) for layer in range(workload.layers if "own" in workload.buffers else 1)]
     expected = workload.oracle(*layers[0])
     floors = {
         "bytes_us": workload.bytes / ceilings.copy * 1e6,
         "operations_us": workload.operations / ceilings.matmul * 1e6,
     }
     for form in forms:
-        for buffers in workload.buffers:
-            operands = layers if buffers == "own" else layers[:1]
-            name = {"op": workload.op, "case": workload.case, "buffers": buffers, "implementation": form}
-            outcome = _time(workload, form, operands, expected, options)
-            if isinstance(outcome, _Failure):
-                yield outcome.kind, name | {"reason": outcome.reason}
-                break  # the other program would say the same
-            floor = {"floor_us": max(floors.values())} | floors
-            yield "rows", name | {"us": outcome["us"]} | floor | outcome
+        name = {"op": workload.op, "case": workload.case, "implementation": form}
+        outcome = _time(workload, form, layers, expected, options)
+        if isinstance(outcome, _Failure):
+            yield outcome.kind, name | {"reason": outcome.reason}
+            continue
+        for buffers, figures in outcome.items():
+            yield "rows", name | {"buffers": buffers} | figures | {"floor_us": max(floors.values())} | floors
 
 
 def _time(
     workload: Workload,
     form: str,
-    layers: list[tuple[Any, ...]],
+    layers: Layers,
     expected: Any,  # noqa: ANN401 - whatever the oracle returned
     options: Kernels,
-) -> dict[str, float] | _Failure:
+) -> dict[str, dict[str, float]] | _Failure:
+    """Figures with each kind of buffers."""
+    if workload.donates:
+        layers = [(jax.tree.map(lambda x: x.copy(), donated), *operands) for donated, *operands in layers]
     try:
-        program = _compile(workload, form, options.precision, layers)
+        if form in workload.foreign:
+            program = workload.foreign[form]()
+        else:
+            program = Program(workload.run(form, options.precision), layers[0], donates=workload.donates)
     except ValueError as error:
         return _Failure("unsupported", _first_line(error))
-    except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other programs still run
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other forms still run
         return _Failure("failed", _first_line(error))
     try:
-        results = program()
-        error = workload.error((program.donated, results) if workload.donates else results[0], expected)
+        first = layers[:1]
+        (result,) = program(first)
+        layers[:1] = first
+        error = workload.error((first[0][0], result) if workload.donates else result, expected)
         if error > workload.bar and form not in workload.foreign:
             return _Failure("failed", f"relative error {error:.2e}, more than {workload.bar:.1e}")
-        del results
-        times = time_program(program, len(layers), options.repeats)
+        del result
+        figures: dict[str, dict[str, float]] = {}
+        for buffers in workload.buffers:
+            times = time_program(program, layers if buffers == "own" else layers[:1], options.repeats)
+            figures[buffers] = {"us": times.us, "kernels": times.kernels, "rel_err": error}
     except Exception as error:  # noqa: BLE001
         return _Failure("failed", _first_line(error))
-    return {"us": times.us, "elapsed_us": times.elapsed_us, "rel_err": error}
-
-
-def _compile(workload: Workload, form: str, precision: str, layers: list[tuple[Any, ...]]) -> Any:  # noqa: ANN401
-    if form in workload.foreign:
-        return workload.foreign[form](layers)
-    run = workload.run(form, precision)
-    if workload.donates:
-        ((donated, *operands),) = layers
-        return Program(run, jax.tree.map(lambda x: x.copy(), donated), *operands)
-
-    def all_layers(_: tuple[()], layers: list[tuple[Any, ...]]) -> tuple[tuple[()], list[Any]]:
-        return (), [run(*operands) for operands in layers]
-
-    return Program(all_layers, (), layers)
+    return figures
 
 
 def _first_line(error: Exception) -> str:
@@ -176,5 +170,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _progress(kind: str, entry: dict[str, Any]) -> str:
-    name = f"{entry['op']} {entry['case']} {entry['buffers']} {entry['implementation']}"
-    return f"{name}: {entry['us']:.1f} us" if kind == "rows" else f"{name}: {kind}, {entry['reason']}"
+    name = f"{entry['op']} {entry['case']} {entry['implementation']}"
+    return (
+        f"{name} {entry['buffers']}: {entry['us']:.1f} us" if kind == "rows" else f"{name}: {kind}, {entry['reason']}"
+    )

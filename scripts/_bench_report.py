@@ -114,11 +114,11 @@ def show_kernels(report: dict[str, Any]) -> None:
     meta = report["meta"]
     copy, product = meta["copy_bytes_per_second"] / 1e12, meta["matmul_operations_per_second"] / 1e12
     console.print(f"{meta['device']}, {meta['timer']}; copy {copy:.2f} TB/s, bfloat16 product {product:.0f} TFLOP/s")
-    rows = _table("op", "case", "buffers", "form", "us", "elapsed", "floor", "us/floor", "rel. error")
+    rows = _table("op", "case", "form", "buffers", "us", "floor", "us/floor", "kernels", "rel. error")
     for row in report["rows"]:
-        times = [f"{row[name]:.1f}" for name in ("us", "elapsed_us", "floor_us")]
-        name = (row["op"], row["case"], row["buffers"], row["implementation"])
-        rows.add_row(*name, *times, f"{row['us'] / row['floor_us']:.1f}", f"{row['rel_err']:.1e}")
+        name = (row["op"], row["case"], row["implementation"], row["buffers"])
+        figures = (row["us"], row["floor_us"], row["us"] / row["floor_us"])
+        rows.add_row(*name, *(f"{x:.1f}" for x in figures), str(row["kernels"]), f"{row['rel_err']:.1e}")
     console.print(rows)
     for kind in ("unsupported", "failed"):
         for entry in report[kind]:

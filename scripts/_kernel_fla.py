@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
 
 import jax.numpy as jnp
+from _kernel_timing import Layers
 
 from pallas_kernels import GdnChunkResult
 
@@ -17,12 +17,10 @@ NAME = "fla-core"
 
 
 class FlaProgram:
-    """Looks like a `Program`, on the same arrays; the profiler sees its kernels too."""
+    """Called like a `Program` of `pallas_kernels.gdn_chunk`, on the same arrays; the profiler sees its kernels too."""
 
-    donated = ()
-
-    def __init__(self, layers: list[tuple[Any, ...]]) -> None:
-        """Takes the operands of `pallas_kernels.gdn_chunk`.
+    def __init__(self) -> None:
+        """Imports it.
 
         Raises:
             ValueError: it is not installed.
@@ -36,19 +34,15 @@ class FlaProgram:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyrefly: ignore[missing-import]
 
         self._torch, self._rule = torch, chunk_gated_delta_rule
-        self._layers = [[torch.from_dlpack(x) for x in (*layer[:5], layer[6])] for layer in layers]
 
-    def __call__(self) -> list[GdnChunkResult]:
+    def __call__(self, layers: Layers) -> list[GdnChunkResult]:
+        """All layers in turn, all of whose tokens must be valid."""
         results = []
-        for q, k, v, g, beta, state in self._layers:
+        for *rows, _, state in layers:
+            q, k, v, g, beta, start = map(self._torch.from_dlpack, (*rows, state))
             results += self._rule(
-                q, k, v, g, beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+                q, k, v, g, beta, initial_state=start, output_final_state=True, use_qk_l2norm_in_kernel=True
             )
         self._torch.cuda.synchronize()
         arrays = [jnp.from_dlpack(x) for x in results]
         return [GdnChunkResult(*pair) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
-
-    def trace(self) -> None:
-        """As in `Program`."""
-
-    lower = trace

@@ -1,8 +1,7 @@
-"""How `bench.py kernels` measures: programs that run again and again, kernel times by CUPTI, the device's two ceilings.
+"""How `bench.py kernels` measures: kernel times by CUPTI, and what the device reaches with the simplest programs.
 
-Kernel times come from CUPTI, NVIDIA's profiling interface: the sum over a program's kernels, without the gaps between
-them. The elapsed time of the same program, gaps included, is read off the host's clock over several runs in a row. A
-program's kernels run one after the other, also where they do not depend on each other, as the layers of a model do.
+CUPTI, NVIDIA's profiling interface, gives the time of every kernel; a call's is their sum, without the gaps between
+them. A call of one layer is one program, and layers run one after the other.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-_ONE_AFTER_THE_OTHER = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 _ROUNDS = 5
 _RUNS_A_ROUND = 4
 
+type Layers = list[tuple[Any, ...]]  # operands of every layer
+
 
 class Times(NamedTuple):
-    """Medians, microseconds a call."""
+    """Of a call; on a CPU, elapsed time."""
 
-    us: float  # kernels alone; on a CPU the elapsed time
-    elapsed_us: float
+    us: float  # median, microseconds
+    kernels: int
 
 
 class Ceilings(NamedTuple):
@@ -36,38 +36,55 @@ class Ceilings(NamedTuple):
 
 
 class Program:
-    """A compiled `function(donated, *operands) -> (donated, results)`; each run donates what the last one returned."""
+    """A function compiled for the operands of a layer, and called for every layer.
 
-    def __init__(self, function: Callable[..., tuple[Any, Any]], donated: Any, *operands: Any) -> None:  # noqa: ANN401
-        jitted = jax.jit(function, donate_argnums=0, compiler_options=_ONE_AFTER_THE_OTHER)
-        self.donated = donated
-        self._operands = operands
-        self._compiled = jitted.lower(donated, *operands).compile()
+    With `donates` it returns (new first operand, result), and layers get their new first operands.
+    """
 
-    def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
-        self.donated, results = self._compiled(self.donated, *self._operands)
+    def __init__(self, function: Callable[..., Any], operands: tuple[Any, ...], *, donates: bool = False) -> None:
+        self._compiled = jax.jit(function, donate_argnums=0 if donates else ()).lower(*operands).compile()
+        self._donates = donates
+
+    def __call__(self, layers: Layers) -> list[Any]:
+        results = []
+        for index, operands in enumerate(layers):
+            result = self._compiled(*operands)
+            if self._donates:
+                layers[index] = (result[0], *operands[1:])
+                result = result[1]
+            results.append(result)
         return results
 
-    def trace(self) -> None:
-        """Here because the profiler takes only what looks like a jitted function; it does not call it."""
 
-    lower = trace
-
-
-def time_program(program: Program, calls: int, repeats: int) -> Times:
-    """Medians over at least two runs of a program that consists of `calls` calls.
+def time_program(program: Callable[[Layers], list[Any]], layers: Layers, repeats: int) -> Times:
+    """Median over at least two runs through all layers.
 
     Raises:
         RuntimeError: the profiler saw no kernel.
     """
-    elapsed = _elapsed_seconds(program) * 1e6 / calls
     if jax.default_backend() != "gpu":
-        return Times(elapsed, elapsed)
-    _, milliseconds = profiler.measure(program, iterations=max(repeats, 2))()
-    if milliseconds is None:
+        return Times(_elapsed_seconds(lambda: program(layers)) * 1e6 / len(layers), 0)
+    run = _Run(lambda: program(layers))
+    _, runs = profiler.measure(run, aggregate=False, iterations=max(repeats, 2))()
+    if runs is None:
         message = "the profiler saw no kernel; does another program hold CUPTI?"
         raise RuntimeError(message)
-    return Times(statistics.median(milliseconds) * 1e3 / calls, elapsed)
+    milliseconds = statistics.median(sum(time for _, time in kernels) for kernels in runs)
+    return Times(milliseconds * 1e3 / len(layers), round(len(runs[0]) / len(layers)))
+
+
+class _Run(NamedTuple):
+    """Looks like a jitted function, since the profiler would compile anything else."""
+
+    function: Callable[[], Any]
+
+    def __call__(self) -> Any:  # noqa: ANN401 - whatever the function returns
+        return self.function()
+
+    def trace(self) -> None:
+        """Never called."""
+
+    lower = trace
 
 
 def measure_ceilings(*, small: bool) -> Ceilings:
@@ -82,19 +99,17 @@ def measure_ceilings(*, small: bool) -> Ceilings:
 
 
 def _seconds(function: Callable[..., jax.Array], *operands: jax.Array) -> float:
-    def step(_: tuple[()], *arrays: jax.Array) -> tuple[tuple[()], jax.Array]:
-        return (), function(*arrays)
-
-    return _elapsed_seconds(Program(step, (), *operands))
+    program = jax.jit(function)
+    return _elapsed_seconds(lambda: program(*operands))
 
 
-def _elapsed_seconds(program: Program) -> float:
+def _elapsed_seconds(run: Callable[[], Any]) -> float:
     """Median of a few rounds of runs in a row, by the host's clock."""
-    jax.block_until_ready(program())
+    jax.block_until_ready(run())
     rounds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
-        results = [program() for _ in range(_RUNS_A_ROUND)]
+        results = [run() for _ in range(_RUNS_A_ROUND)]
         jax.block_until_ready(results[-1])
         rounds.append((time.perf_counter() - start) / _RUNS_A_ROUND)
     return statistics.median(rounds)

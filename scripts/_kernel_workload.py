@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _kernel_timing import Layers
 
 _MAX_DEPTH = 15
 
@@ -93,11 +94,10 @@ class Workload:
         bar: the largest error with which a form is timed.
         bytes: least traffic of a call with device memory.
         operations: least arithmetic of a call.
-        layers: calls in the program whose layers all have their own buffers.
-        buffers: which programs there are, with `own` buffers for each layer or with one layer's, `hot` ones.
+        layers: how many there are.
+        buffers: what is timed: all layers, each with its `own` buffers, or one layer again and again, whose are `hot`.
         donates: see `run`.
-        foreign: public kernels that are timed for comparison, whatever their error, and how to make a program of the
-            layers' operands.
+        foreign: public kernels that are timed for comparison, whatever their error, and how to make their programs.
     """
 
     op: str
@@ -113,7 +113,7 @@ class Workload:
     layers: int = 1
     buffers: tuple[Literal["own", "hot"], ...] = ("own", "hot")
     donates: bool = False
-    foreign: Mapping[str, Callable[[list[tuple[Any, ...]]], Any]] = dataclasses.field(default_factory=dict)
+    foreign: Mapping[str, Callable[[], Callable[[Layers], list[Any]]]] = dataclasses.field(default_factory=dict)
 
 
 def random_parents(nodes: int) -> np.ndarray:

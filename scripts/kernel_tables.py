@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 _TABLE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_COLUMNS = ("case", "buffers", "implementation", "µs", "floor, µs", "times the floor", "relative error")
+_COLUMNS = ("case", "implementation", "buffers", "µs", "floor, µs", "times the floor", "kernels", "relative error")
 
 
 def fill_tables(text: str, report: dict[str, Any]) -> str:
@@ -35,8 +35,9 @@ def markdown_table(report: dict[str, Any], op: str) -> str:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     bound = "bytes" if row["bytes_us"] >= row["operations_us"] else "operations"
     floor = f"{row['floor_us']:.1f} ({bound})"
-    name = (row["case"], row["buffers"], row["implementation"])
-    return (*name, f"{row['us']:.1f}", floor, f"{row['us'] / row['floor_us']:.1f}", f"{row['rel_err']:.1e}")
+    name = (row["case"], row["implementation"], row["buffers"])
+    ratio, kernels = f"{row['us'] / row['floor_us']:.1f}", str(row["kernels"])
+    return (*name, f"{row['us']:.1f}", floor, ratio, kernels, f"{row['rel_err']:.1e}")
 
 
 def main(report: Path, document: Path, /) -> None:
