@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-__all__ = ["commit_rows", "commit_states", "gdn_commit", "unsupported", "unsupported_rows"]
+__all__ = ["commit_rows", "commit_states", "unsupported", "unsupported_rows"]
 
 KEY_BLOCK = 64  # key rows of a state per block: four or five blocks share a multiprocessor and hide each other's waits
 STEPS = 8  # path nodes staged in shared memory at a time
@@ -38,6 +38,8 @@ def unsupported(
     keys: Sequence[jax.ShapeDtypeStruct | Array],
     updates: Sequence[jax.ShapeDtypeStruct | Array],
     path_decays: Sequence[jax.ShapeDtypeStruct | Array],
+    path: jax.ShapeDtypeStruct | Array,  # noqa: ARG001 - any is taken
+    count: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
 ) -> str | None:
     """Which argument `commit_states` cannot take, in one sentence, or None."""
     for name, group, dtypes in (
@@ -57,20 +59,6 @@ def unsupported(
     if value not in {64, 128, 256}:
         return f"the value dimension is {value}, expected 64, 128 or 256"
     return None
-
-
-def gdn_commit(
-    state: Float[Array, "batch value_heads key value"],
-    key: Float[Array, "batch nodes key_heads key"],
-    update: Float[Array, "batch nodes value_heads value"],
-    path_decay: Float[Array, "batch nodes value_heads"],
-    path: Int[Array, "batch steps"],
-    count: Int[Array, " batch"],
-    *,
-    interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "batch value_heads key value"]:
-    """`commit_states` of one layer."""
-    return commit_states((state,), (key,), (update,), (path_decay,), path, count, interpret=interpret)[0]
 
 
 def commit_states(
@@ -97,7 +85,7 @@ def commit_states(
     Raises:
         ValueError: shapes or dtypes that the kernel cannot take.
     """
-    if reason := unsupported(states, keys, updates, path_decays):
+    if reason := unsupported(states, keys, updates, path_decays, path, count):
         raise ValueError(reason)
     batch, heads, key, value = states[0].shape
     refs = [jax.new_ref(state) for state in states]
@@ -122,8 +110,8 @@ def commit_states(
 
 
 def _tile_layout(rows: int, columns: int) -> Hashable:
-    """Consecutive rows per warp, 16 bytes of a row per lane: coalesced, and a column vector is the same in each warp."""
-    if columns == 64:
+    """Consecutive rows per warp, 16 bytes of a row per lane: coalesced, with the same column vector in each warp."""
+    if columns == 64:  # noqa: PLR2004
         return plgpu.Layout.TILED(
             plgpu.Tiling(((rows, columns), (rows // 4, columns), (2, 4))),
             warp_dims=(-6,),
@@ -189,7 +177,7 @@ def _states_kernel(
         leaf_decay = on_layer(start_layer, states, keys, updates, decays)
 
         def fold(first: Array | int, s: Array) -> Array:
-            """Adds the staged steps `first`, `first` + 1, …"""
+            """Adds the staged steps from `first` on."""
             staged = jnp.minimum(count - first, STEPS)
             lax.fori_loop(0, staged, lambda step, _: plgpu.barrier_wait(rows_ready.at[step]), None)
             lax.fori_loop(0, staged, norm, None)
@@ -221,8 +209,12 @@ def _states_kernel(
 def unsupported_rows(
     windows: Sequence[jax.ShapeDtypeStruct | Array],
     inputs: Sequence[jax.ShapeDtypeStruct | Array],
+    taps: jax.ShapeDtypeStruct | Array,  # noqa: ARG001 - any is taken
     caches: Sequence[jax.ShapeDtypeStruct | Array],
     rows: Sequence[jax.ShapeDtypeStruct | Array],
+    lengths: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
+    path: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
+    count: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
 ) -> str | None:
     """Which argument `commit_rows` cannot take, in one sentence, or None."""
     for name, targets, sources in (("window", windows, inputs), ("cache", caches, rows)):
@@ -266,7 +258,7 @@ def commit_rows(
     Raises:
         ValueError: shapes or dtypes that the kernel cannot take.
     """
-    if reason := unsupported_rows(windows, inputs, caches, rows):
+    if reason := unsupported_rows(windows, inputs, taps, caches, rows, lengths, path, count):
         raise ValueError(reason)
     refs = [jax.new_ref(x) for x in (*windows, *caches)]
     scratch = {}
