@@ -26,7 +26,7 @@ type Precision = Literal["default", "highest"]
 class _Form(NamedTuple):
     """Where a form is. The function has the operation's name.
 
-    `check`, of forms for GPUs, takes the same arguments and says in one sentence which the form cannot take, or nothing.
+    `check`, of forms for GPUs, takes the same arguments and says in a sentence which the form cannot take, or nothing.
     """
 
     module: str

@@ -31,7 +31,7 @@ def commit_rows(
     path: Int[Array, "batch steps"],
     count: Int[Array, " batch"],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Gathers along the path; a window becomes what the leaf's successor would read, taps window − 1 to 0 of the leaf."""
+    """Gathers along the path; a window becomes what the leaf's successor would read, its taps window − 1 … 0."""
     leaf = jnp.take_along_axis(path, jnp.maximum(count - 1, 0)[:, None], axis=1)
 
     def advance(window: Array, channels: Array) -> Array:
