@@ -89,9 +89,8 @@ def call(op: str, implementation: str, *arrays: Any, precision: str | None = Non
     """
     forms = _FORMS[op]
     if implementation not in ("auto", *forms):
-        message = (
-            f"unknown implementation {implementation!r} of {op}, choose from {', '.join(map(repr, forms))}, 'auto'"
-        )
+        known = ", ".join(map(repr, ("auto", *forms)))
+        message = f"unknown implementation {implementation!r} of {op}, choose from {known}"
         raise ValueError(message)
     if precision not in (None, "default", "highest"):
         message = f"unknown precision {precision!r}, choose from 'default', 'highest'"
