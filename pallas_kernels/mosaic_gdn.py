@@ -148,6 +148,24 @@ def gdn_tree_verify(
         precision: "default" is 1e-5 from float64 (5e-5 when keys are alike), "highest" 5e-7 at twice the products.
         interpret: set to run on a CPU.
     """
+    operands = query, key, value, log_decay, beta, pack_ancestors(ancestors), state
+    if interpret is not None:  # below a jit the interpreter's threads can starve on a machine of few cores
+        return _verify(*operands, precision=precision, interpret=interpret)
+    return _verify_jitted(*operands, precision=precision)
+
+
+def _verify(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array,
+    tree: Array,
+    state: Array,
+    *,
+    precision: Precision,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> GdnTreeResult:
     nodes = key.shape[1]
     multiple = NODE_MULTIPLE if nodes <= TILE_ROWS else TILE_ROWS
     query, key, value = (_pad_nodes(x, multiple) for x in (query, key, value))
@@ -166,8 +184,12 @@ def gdn_tree_verify(
         interpret=interpret,
         kernel_name="gdn_tree_verify",
     )
-    results = call(query, key, value, log_decay, beta, pack_ancestors(ancestors), state)
+    results = call(query, key, value, log_decay, beta, tree, state)
     return GdnTreeResult(*(x if x.shape[1] == nodes else x[:, :nodes] for x in results))
+
+
+# The layers of a model share one trace.
+_verify_jitted = jax.jit(_verify, static_argnames="precision")
 
 
 class _Plan(NamedTuple):
@@ -384,15 +406,21 @@ class _Inverter(_Warpgroup):
         )
         steps = (g * DECAY_STEPS).astype(I32).astype(F32) * (1 / DECAY_STEPS)
         store([steps, g - steps], [smem.steps.at[i, n] for n in range(2)])
-        sums = [0.0, 0.0]
-        for j in range(i + 1):
-            mask = self.on_path(i, j)
-            for n in range(2):
-                sums[n] += jnp.sum(jnp.where(mask, self.columns(smem.steps.at[j, n]), 0.0), axis=1)
+        masks = [self.on_path(i, j) for j in range(i + 1)]
+        sums = [
+            functools.reduce(
+                jnp.add,
+                [
+                    jnp.sum(jnp.where(mask, self.columns(smem.steps.at[j, n]), 0.0), axis=1)
+                    for j, mask in enumerate(masks)
+                ],
+            )
+            for n in range(2)
+        ]
         store(sums, [smem.prefix.at[i, n] for n in range(2)])
         store_strided(self.gmem.path_decay.at[along], sums[0] + sums[1])
         self.prefix[i] = tuple(sums)
-        return self.decay(i, i, mask), beta, apart
+        return self.decay(i, i, masks[i]), beta, apart
 
     def scale(self, i: int, beta: Array, squares: Array) -> Array:
         """Hands the other warpgroup its factors of rows, returns those of A."""

@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_cases import ancestors_of, chain, random_tree
 
 from pallas_kernels import reference
+from pallas_kernels.mosaic_common import Precision
 from pallas_kernels.mosaic_gdn import gdn_tree_verify, unsupported
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from pallas_kernels import GdnTreeResult
 
-BARS = {"default": 5e-4, "highest": 5e-6}
+BARS: dict[Precision, float] = {"default": 5e-4, "highest": 5e-6}
 HOPPERS = (("NVIDIA H200", 132), ("NVIDIA H100 80GB HBM3", 132))
 INTERPRETED = plgpu.InterpretGPUParams()
 
@@ -32,7 +33,7 @@ INTERPRETED = plgpu.InterpretGPUParams()
 class Case(NamedTuple):
     parents: np.ndarray
     options: dict
-    precisions: tuple[str, ...] = ("default",)
+    precisions: tuple[Precision, ...] = ("default",)
 
 
 def tree(nodes: int, depth: int = 15) -> np.ndarray:
@@ -97,7 +98,7 @@ def operands(
 
 
 @functools.cache
-def verify_with(precision: str, *, interpreted: bool) -> Callable[..., GdnTreeResult]:
+def verify_with(precision: Precision, *, interpreted: bool) -> Callable[..., GdnTreeResult]:
     """Not jitted when interpreted: on a machine of few cores the interpreter's threads can starve below a jit."""
     if interpreted:
         return functools.partial(gdn_tree_verify, precision=precision, interpret=INTERPRETED)
@@ -112,14 +113,14 @@ def errors(result: GdnTreeResult, arguments: tuple[jax.Array, ...]) -> list[floa
 
 
 @functools.cache
-def lower(precision: str, kind: str, cores: int, *shapes: tuple[tuple[int, ...], str]) -> None:
+def lower(precision: Precision, kind: str, cores: int, *shapes: tuple[tuple[int, ...], str]) -> None:
     structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     device = AbstractDevice(device_kind=kind, num_cores=cores, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        verify_with(precision, interpreted=False).trace(*structs).lower(lowering_platforms=("cuda",))
+        jax.jit(verify_with(precision, interpreted=False)).trace(*structs).lower(lowering_platforms=("cuda",))
 
 
-def check(precision: str, arguments: tuple[jax.Array, ...], *, interpreted: bool) -> None:
+def check(precision: Precision, arguments: tuple[jax.Array, ...], *, interpreted: bool) -> None:
     if interpreted:
         lower(precision, *HOPPERS[0], *((x.shape, str(x.dtype)) for x in arguments))
     result = verify_with(precision, interpreted=interpreted)(*arguments)
@@ -127,13 +128,13 @@ def check(precision: str, arguments: tuple[jax.Array, ...], *, interpreted: bool
 
 
 @pytest.mark.parametrize(("name", "precision"), ALL_CASES)
-def test_results_agree_with_the_loop_in_float64(name: str, precision: str, *, interpreted: bool) -> None:
+def test_results_agree_with_the_loop_in_float64(name: str, precision: Precision, *, interpreted: bool) -> None:
     case = CASES[name]
     check(precision, operands(len(case.parents), case.parents, **case.options), interpreted=interpreted)
 
 
 @pytest.mark.parametrize("precision", BARS)
-def test_the_kernel_lowers_for_the_older_hopper_too(precision: str) -> None:
+def test_the_kernel_lowers_for_the_older_hopper_too(precision: Precision) -> None:
     shapes = ((x.shape, str(x.dtype)) for x in operands(0, chain(64)))
     lower(precision, *HOPPERS[1], *shapes)
 
