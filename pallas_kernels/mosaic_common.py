@@ -11,6 +11,7 @@ The interpreter is more permissive than the GPU lowering (it knows any numpy ope
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -90,7 +91,8 @@ def dot(shape: tuple[int, int], terms: Sequence[tuple], *, interpret: bool) -> j
     there a product with registers is an ordinary one, which in turn the GPU lowering lacks.
     """
     if interpret:
-        return sum(jnp.dot(a[...], b[...], preferred_element_type=F32) for a, b in terms)
+        products = [jnp.dot(a[...], b[...], preferred_element_type=F32) for a, b in terms]
+        return functools.reduce(jnp.add, products)
 
     def body(acc: Ref) -> jax.Array:
         for a, b in terms:

@@ -90,8 +90,9 @@ def unsupported(
     ):
         if x.dtype != dtype:
             return f"{name} is {x.dtype}, the Mosaic kernel takes {jnp.dtype(dtype)}"
-    nodes, key_heads, key_dim = key.shape[1:]
+    key_heads, key_dim = key.shape[2:]
     heads, value_dim = value.shape[2:]
+    nodes = ancestors.shape[1]
     if nodes > MAX_NODES:
         return f"ancestors has {nodes} nodes, the Mosaic kernel takes at most {MAX_NODES}"
     if heads > MAX_RATIO * key_heads:
@@ -147,11 +148,29 @@ def gdn_tree_verify(
         precision: "default" is 1e-5 from float64 (5e-5 when keys are alike), "highest" 5e-7 at twice the products.
         interpret: set to run on a CPU.
     """
+    operands = query, key, value, log_decay, beta, pack_ancestors(ancestors), state
+    if interpret is not None:  # below a jit the interpreter's threads can starve on a machine of few cores
+        return _verify(*operands, precision=precision, interpret=interpret)
+    return _verify_jitted(*operands, precision=precision)
+
+
+def _verify(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array,
+    tree: Array,
+    state: Array,
+    *,
+    precision: Precision,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> GdnTreeResult:
     nodes = key.shape[1]
     multiple = NODE_MULTIPLE if nodes <= TILE_ROWS else TILE_ROWS
     query, key, value = (_pad_nodes(x, multiple) for x in (query, key, value))
     log_decay, beta = (_pad_nodes(x, TILE_ROWS) for x in (log_decay, beta))
-    batch, padded, heads, value_dim = value.shape
+    batch, _, heads, value_dim = value.shape
     plan = _make_plan(key, value, num_parts(precision), interpret=interpret is not None)
     wide = jax.ShapeDtypeStruct(value.shape, F32)
     call = plgpu.kernel(
@@ -165,8 +184,12 @@ def gdn_tree_verify(
         interpret=interpret,
         kernel_name="gdn_tree_verify",
     )
-    results = call(query, key, value, log_decay, beta, pack_ancestors(ancestors), state)
+    results = call(query, key, value, log_decay, beta, tree, state)
     return GdnTreeResult(*(x if x.shape[1] == nodes else x[:, :nodes] for x in results))
+
+
+# The layers of a model share one trace.
+_verify_jitted = jax.jit(_verify, static_argnames="precision")
 
 
 class _Plan(NamedTuple):
@@ -305,7 +328,7 @@ class _Inverter(_Warpgroup):
         levels = jnp.maximum(self.gmem.tree[self.block.batch, self.gmem.tree.shape[1] - 1, 0], LAST_LEVELS + 1)
         inverted = levels - LAST_LEVELS
         for i in range(plan.tiles):
-            mask, decay, beta, apart = self.gate(i)
+            decay, beta, apart = self.gate(i)
             plgpu.barrier_wait(smem.loaded.at[i])
             gram = self.dot(self.square, [(smem.k.at[i], smem.k.at[i, self.used].T)])
             diagonal = iota(self.square, 0) == iota(self.square, 1)
@@ -369,8 +392,8 @@ class _Inverter(_Warpgroup):
             exponent += rows(prefix, self.square) - self.columns(self.smem.prefix.at[j, n])
         return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
 
-    def gate(self, i: int) -> tuple[Array, Array, Array, Array]:
-        """Mask and decay inside tile i, β along rows, and the bits in which depths differ."""
+    def gate(self, i: int) -> tuple[Array, Array, Array]:
+        """D inside tile i, β along rows, and the bits in which depths differ."""
         at, smem = self.block, self.smem
         along = at.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), at.head
         g = jnp.maximum(plgpu.load(self.gmem.g.at[along], layout=ROWS, optimized=False), MIN_LOG_DECAY)
@@ -383,15 +406,21 @@ class _Inverter(_Warpgroup):
         )
         steps = (g * DECAY_STEPS).astype(I32).astype(F32) * (1 / DECAY_STEPS)
         store([steps, g - steps], [smem.steps.at[i, n] for n in range(2)])
-        sums = [0.0, 0.0]
-        for j in range(i + 1):
-            mask = self.on_path(i, j)
-            for n in range(2):
-                sums[n] += jnp.sum(jnp.where(mask, self.columns(smem.steps.at[j, n]), 0.0), axis=1)
+        masks = [self.on_path(i, j) for j in range(i + 1)]
+        sums = [
+            functools.reduce(
+                jnp.add,
+                [
+                    jnp.sum(jnp.where(mask, self.columns(smem.steps.at[j, n]), 0.0), axis=1)
+                    for j, mask in enumerate(masks)
+                ],
+            )
+            for n in range(2)
+        ]
         store(sums, [smem.prefix.at[i, n] for n in range(2)])
         store_strided(self.gmem.path_decay.at[along], sums[0] + sums[1])
         self.prefix[i] = tuple(sums)
-        return mask, self.decay(i, i, mask), beta, apart
+        return self.decay(i, i, masks[i]), beta, apart
 
     def scale(self, i: int, beta: Array, squares: Array) -> Array:
         """Hands the other warpgroup its factors of rows, returns those of A."""
@@ -469,9 +498,7 @@ class _Applier(_Warpgroup):
         pieces = [pl.ds(start, TILE_ROWS) for start in range(0, plan.key, TILE_ROWS)]
         source = self.gmem.s.at[self.block.batch, self.block.head]
         # In flight together: nothing needs them before the first split.
-        states = [
-            plgpu.load(source.at[piece, self.block.values], layout=WGMMA, optimized=False) for piece in pieces
-        ]
+        states = [plgpu.load(source.at[piece, self.block.values], layout=WGMMA, optimized=False) for piece in pieces]
         query_scale = self.query_scale(0)
         for piece, state in zip(pieces, states, strict=True):
             for n, part in enumerate(split(state, plan.parts)):
