@@ -6,8 +6,8 @@ query row the largest score, the sum of weights and the weighted values, float32
 The query heads that share a key/value head are rows of one matrix, cut into tiles of 64, one a consumer warpgroup; up
 to two tiles share every key and value tile that a third warpgroup brings in by TMA. The nodes are tiles of the context
 like any other and come first, then the prefix from its end; so the tiles that need a mask come first, and the rest run
-without. A warpgroup starts the scores of a tile before the values of the tile before it, and computes the softmax of
-the former under the products of the latter (the overlap within a warpgroup of Shah et al. 2024, arXiv 2407.08608).
+without. The two consumers take turns, one multiplying while the other computes its softmax (the ping-pong schedule of
+Shah et al. 2024, arXiv 2407.08608).
 
 Weights are rounded to bfloat16 for their product with the values, as every flash attention does; the sums are float32.
 """
@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.containers import Prefix
 from pallas_kernels.mosaic_attention_parts import (
     BF16,
+    F32,
     I32,
     SAW_NOTHING,
     TILE,
@@ -46,9 +47,9 @@ MULTIPROCESSORS = 132  # of an H100 or H200 SXM: parts are sized to fill them on
 TUNING = {
     # (head, at most 64 query rows a key/value head)
     (256, False): Tuning(warpgroups=2, tile=64, slots=5),
-    (256, True): Tuning(warpgroups=1, tile=64, slots=4),
+    (256, True): Tuning(warpgroups=1, tile=64, slots=6),
     (128, False): Tuning(warpgroups=2, tile=128, slots=5),
-    (128, True): Tuning(warpgroups=1, tile=128, slots=5),
+    (128, True): Tuning(warpgroups=1, tile=128, slots=6),
     (64, False): Tuning(warpgroups=2, tile=128, slots=8),
     (64, True): Tuning(warpgroups=1, tile=128, slots=8),
 }
@@ -181,15 +182,18 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
         plgpu.griddepcontrol_wait()  # launched while the parts are still running
     splits = range(plan.splits)
     layout = plgpu.Layout.WG_STRIDED((plan.head,), vec_size=plan.head // WARPGROUP)
-    load = functools.partial(plgpu.load, layout=layout, optimized=False)
-    parts = [load(weighted_ref.at[batch, kv_head, split, row]) for split in splits]
-    tops = [stats_ref[0, batch, kv_head, split, row] for split in splits]
+    fractions = [
+        plgpu.load(weighted_ref.at[batch, kv_head, split, row], layout=layout, optimized=False) for split in splits
+    ]
+    tops, weights, peaks = ([stats_ref[i, batch, kv_head, split, row] for split in splits] for i in range(3))
     top = functools.reduce(jnp.maximum, tops)
     factors = [jnp.exp2(x - top) for x in tops]
-    weight = sum(factor * stats_ref[1, batch, kv_head, split, row] for split, factor in enumerate(factors))
+    weight = functools.reduce(jnp.add, [factor * x for factor, x in zip(factors, weights, strict=True)])
     inverse = jnp.where(top > SAW_NOTHING, 1.0 / weight, 0.0)
-    shares = [lax.broadcast_in_dim(factor * inverse, (plan.head,), []) for factor in factors]
-    out = functools.reduce(jnp.add, [part * share for part, share in zip(parts, shares, strict=True)])
+    out = jnp.float32(0)
+    for bits, factor, peak in zip(fractions, factors, peaks, strict=True):
+        fraction = lax.bitcast_convert_type(bits, jnp.float16).astype(F32)
+        out = out + fraction * lax.broadcast_in_dim(factor * peak * inverse, fraction.shape, [])
     if plan.packed:
         node, member = lax.div(row, jnp.int32(plan.group)), lax.rem(row, jnp.int32(plan.group))
     else:
@@ -198,11 +202,13 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
 
 
 def _merge_with_xla(plan: Plan, weighted: Array, stats: Array, dtype: jnp.dtype) -> Array:
-    weighted, (tops, weights) = weighted[..., : plan.nodes * plan.group, :], stats[..., : plan.nodes * plan.group]
+    rows = plan.nodes * plan.group
+    fractions = lax.bitcast_convert_type(weighted[..., :rows, :], jnp.float16).astype(F32)
+    tops, weights, peaks = stats[..., :rows]
     top = jnp.max(tops, axis=2, keepdims=True)
     factors = jnp.where(top > SAW_NOTHING, jnp.exp2(tops - top), 0.0)
     weight = jnp.sum(factors * weights, axis=2)[..., None]
-    out = jnp.sum(weighted * factors[..., None], axis=2) / jnp.where(weight > 0, weight, 1.0)
+    out = jnp.sum(fractions * (factors * peaks)[..., None], axis=2) / jnp.where(weight > 0, weight, 1.0)
     if plan.packed:
         out = out.reshape(plan.batch, plan.kv_heads, plan.nodes, plan.group, plan.head).transpose(0, 2, 1, 3, 4)
     else:

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+EXPERIMENT = {"wait": False, "launch": False}
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
@@ -26,6 +27,7 @@ TMA_ROWS = 8  # rows of a swizzled buffer come and go by eights
 # such a row sums weights of 1, which its first visible score multiplies by 0. A power of two, so that
 # score * scale − maximum is 0 whether or not it is fused.
 MASKED = -(2.0**100)
+TINY = 1e-30
 SAW_NOTHING = -1e28  # a running maximum below this (times a scale of at least 0.09) has met masked scores only
 
 
@@ -58,14 +60,9 @@ class Plan(Tuning):
         return self.nodes % TILE != 0
 
     @property
-    def staged(self) -> bool:
-        """Whether results pass through shared memory, so that only rows in use are written."""
-        return self.row_tiles == 1
-
-    @property
     def stored_rows(self) -> int:
         """Rows of a key/value head's results."""
-        return round_up(self.nodes * self.group, TMA_ROWS) if self.staged else self.row_tiles * TILE
+        return min(round_up(self.nodes * self.group, TMA_ROWS), TILE) if self.row_tiles == 1 else self.row_tiles * TILE
 
     @property
     def node_tiles(self) -> int:
@@ -107,16 +104,20 @@ class Softmax(NamedTuple):
 class _Scratch(NamedTuple):
     """Shared memory of a block and its barriers."""
 
-    query: Any  # [warpgroups, 64, head]
+    rows: Any  # [warpgroups, 64, head]: queries, and at the end the weighted values on their way out
     ring: Any  # [slots, tile, head]: the key tile of step 0, its value tile, the key tile of step 1, …
     query_full: Any
     full: Any  # a slot has been filled
     free: Any  # a slot has been read by all consumers
-    staging: Any = None  # float32 [64, head]: results on their way out
+    turn: Any  # the two consumers meet
 
 
 def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
-    """Per part of the context the weighted values, and beside them the largest score and the sum of weights."""
+    """Per part of the context and row: weighted values as bits of float16 fractions, and what goes with them.
+
+    That is, float32, stacked: the largest score, the sum of weights, and the largest magnitude among the row's weighted
+    values, which the fractions are fractions of.
+    """
     parts = (plan.batch, plan.kv_heads, plan.splits)
     present = [name for name, operand in operands._asdict().items() if operand is not None]
 
@@ -126,20 +127,20 @@ def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         _part_kernel(plan, Operands(**named), weighted_ref, stats_ref, _Scratch(**scratch))
 
     scratch = _Scratch(
-        query=_swizzled((plan.warpgroups, TILE, plan.head)),
+        rows=_swizzled((plan.warpgroups, TILE, plan.head)),
         ring=_swizzled((plan.slots, plan.tile, plan.head)),
         query_full=plgpu.Barrier(num_barriers=plan.warpgroups),
         full=plgpu.Barrier(num_barriers=plan.slots),
         free=plgpu.Barrier(num_barriers=plan.slots, num_arrivals=plan.warpgroups),
-        staging=_swizzled((TILE, plan.head), F32) if plan.staged else None,
+        turn=plgpu.Barrier(num_arrivals=2),
     )
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((*parts, plan.stored_rows, plan.head), F32),
-            jax.ShapeDtypeStruct((2, *parts, plan.row_tiles * TILE), F32),
+            jax.ShapeDtypeStruct((*parts, plan.stored_rows, plan.head), BF16),
+            jax.ShapeDtypeStruct((3, *parts, plan.row_tiles * TILE), F32),
         ),
-        scratch_types={name: buffer for name, buffer in scratch._asdict().items() if buffer is not None},
+        scratch_types=scratch._asdict(),
         # Blocks that read the same part of the same key/value head run side by side and meet in the L2 cache.
         grid=(plan.batch, plan.kv_heads, plan.splits, plan.row_tiles // plan.warpgroups),
         grid_names=("batch", "kv_head", "split", "block"),
@@ -151,10 +152,9 @@ def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     )(*(operand for operand in operands if operand is not None))
 
 
-def _swizzled(shape: tuple[int, ...], dtype: DTypeLike = BF16) -> Any:
-    """A buffer laid out for TMA and WGMMA."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+def _swizzled(shape: tuple[int, ...]) -> Any:
+    """A bfloat16 buffer laid out for TMA and WGMMA."""
+    return plgpu.SMEM(shape, BF16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 class _Part:
@@ -182,8 +182,7 @@ class _Part:
         self.count = lax.div((self.split + 1) * self.tiles, splits) - self.begin
         # The nodes and the last prefix tile, which may be partial, need masks; with a window all tiles may.
         masked = self.tiles if plan.window else plan.node_tiles + 1
-        # One more, because the values of a step's tile are multiplied in the step after it.
-        self.unmasked = jnp.clip(masked - self.begin + 1, 1, self.count)
+        self.masked = jnp.clip(masked - self.begin, 0, self.count)  # of them in this part
 
     def is_node(self, step: Array) -> Array:
         return self.begin + step < self.plan.node_tiles
@@ -206,8 +205,10 @@ class _Part:
 
 
 def _part_kernel(plan: Plan, refs: Operands, weighted_ref: Any, stats_ref: Any, scratch: _Scratch) -> None:
-    if not plan.interpret:
-        plgpu.griddepcontrol_launch_dependents()  # the merge may be brought in as blocks leave; it waits for all
+    if EXPERIMENT["wait"] and not plan.interpret:
+        plgpu.griddepcontrol_wait()
+    if EXPERIMENT["launch"] and not plan.interpret:
+        plgpu.griddepcontrol_launch_dependents()
     part = _Part(plan, refs)
 
     @pl.when(part.warpgroup < plan.warpgroups)
@@ -216,7 +217,7 @@ def _part_kernel(plan: Plan, refs: Operands, weighted_ref: Any, stats_ref: Any, 
             plgpu.set_max_registers(240, action="increase")
 
         def write(softmax: Softmax) -> None:
-            _write(part, softmax, weighted_ref, stats_ref, scratch.staging)
+            _write(part, softmax, weighted_ref, stats_ref, scratch.rows.at[part.warpgroup])
 
         @pl.when(part.count > 0)
         def _attend() -> None:
@@ -264,96 +265,68 @@ class _Consumer:
 
     def __init__(self, part: _Part, scratch: _Scratch) -> None:
         self.part, self.plan, self.scratch = part, part.plan, scratch
-        self.query = scratch.query.at[part.warpgroup]
+        self.rows = scratch.rows.at[part.warpgroup]
 
     def run(self) -> Softmax:
         """Softmax of this warpgroup's rows over the part."""
         ready = self.scratch.query_full.at[self.part.warpgroup]
-        plgpu.copy_gmem_to_smem(_query_rows(self.part), self.query, ready)
+        plgpu.copy_gmem_to_smem(_query_rows(self.part), self.rows, ready)
         plgpu.barrier_wait(ready)
-        carry = pl.run_scoped(self._first, self._scores_type)
-        unmasked, count = self.part.unmasked, self.part.count
-        carry = lax.fori_loop(1, unmasked, functools.partial(self._advance, masked=True), carry)
-        softmax, weights = lax.fori_loop(unmasked, count, functools.partial(self._advance, masked=False), carry)
-        return softmax._replace(weighted=self._add_values(count - 1, softmax.weighted, weights, masked=True))
+        if self.plan.warpgroups > 1:
+            pl.when(self.part.warpgroup == 1)(self._take_turn)
+        masked, count = self.part.masked, self.part.count
+        softmax = lax.fori_loop(0, masked, functools.partial(self._advance, masked=True), _empty(self.plan))
+        softmax = lax.fori_loop(masked, count, functools.partial(self._advance, masked=False), softmax)
+        if self.plan.warpgroups > 1:
+            pl.when(self.part.warpgroup == 0)(self._take_turn)
+        return softmax
 
-    @property
-    def _scores_type(self) -> plgpu.ACC:
-        return plgpu.ACC((TILE, self.plan.tile), F32)
+    def _advance(self, step: Array, softmax: Softmax, *, masked: bool) -> Softmax:
+        """Scores, weights and values of one tile."""
+        scores = self._scores(step)
+        if masked:
+            scores = _mask(self.part, step, scores)
+        largest, weight, weights, kept = _update(self.plan, softmax, scores)
+        weighted = softmax.weighted * _per_row(kept, softmax.weighted.shape)
+        self._take_turn()
+        return Softmax(largest, weight, self._add_values(step, weighted, weights, masked=masked))
 
-    def _first(self, scores_ref: Any) -> tuple[Softmax, Array]:
-        step, empty = jnp.int32(0), _empty(self.plan)
-        self._start_scores(step, scores_ref)
-        scores = self._finish_scores(step, scores_ref, 0, masked=True)
-        largest, weight, weights, _ = _update(self.plan, empty, scores)
-        return Softmax(largest, weight, empty.weighted), weights
+    def _take_turn(self) -> None:
+        """Meet the other consumer, which is half a step ahead or behind: one multiplies while one exponentiates."""
+        if self.plan.warpgroups > 1 and not self.plan.interpret:
+            plgpu.barrier_arrive(self.scratch.turn)
+            plgpu.barrier_wait(self.scratch.turn)
 
-    def _advance(self, step: Array, carry: tuple[Softmax, Array], *, masked: bool) -> tuple[Softmax, Array]:
-        """Scores and weights of tile `step`, under the products with the values of the tile before."""
-        softmax, weights = carry
+    def _scores(self, step: Array) -> Array:
+        slot = lax.rem(2 * step, jnp.int32(self.plan.slots))
 
-        def overlapped(accumulator_ref: Any, scores_ref: Any) -> tuple[Softmax, Array]:
-            # The barrier keeps the weights' conversion before the products: ptxas would run them one by one otherwise.
-            held = lax.optimization_barrier(weights)
-            accumulator_ref[...] = softmax.weighted
-            self._start_scores(step, scores_ref)
-            plgpu.wgmma(accumulator_ref, held, self._await_values(step - 1, masked=masked))
-            scores = self._finish_scores(step, scores_ref, 1, masked=masked)
-            largest, weight, new, kept = lax.optimization_barrier(_update(self.plan, softmax, scores))
-            weighted = lax.optimization_barrier(plgpu.wgmma_accumulator_load(accumulator_ref, wait_n=0))
-            plgpu.barrier_arrive(self.scratch.free.at[self._value_slot(step - 1)])
-            return Softmax(largest, weight, weighted * _per_row(kept, weighted.shape)), new
+        def multiply(scores_ref: Any) -> Array:
+            plgpu.barrier_wait(self.scratch.full.at[slot])
+            plgpu.wgmma(scores_ref, self.rows, self.scratch.ring.at[slot].T)
+            self._take_turn()
+            return scores_ref[...]
 
-        def interpreted(scores_ref: Any) -> tuple[Softmax, Array]:
-            self._start_scores(step, scores_ref)
-            weighted = self._add_values(step - 1, softmax.weighted, weights, masked=masked)
-            scores = self._finish_scores(step, scores_ref, 0, masked=masked)
-            largest, weight, new, kept = _update(self.plan, softmax, scores)
-            return Softmax(largest, weight, weighted * _per_row(kept, weighted.shape)), new
+        # Without the barrier, arithmetic could be scheduled before the products are waited for.
+        scores = lax.optimization_barrier(pl.run_scoped(multiply, plgpu.ACC((TILE, self.plan.tile), F32)))
+        plgpu.barrier_arrive(self.scratch.free.at[slot])
+        return scores
 
-        if self.plan.interpret:
-            return pl.run_scoped(interpreted, self._scores_type)
-        return pl.run_scoped(overlapped, plgpu.ACC((TILE, self.plan.head), F32), self._scores_type)
-
-    def _start_scores(self, step: Array, scores_ref: Any) -> None:
-        slot = self._key_slot(step)
-        plgpu.barrier_wait(self.scratch.full.at[slot])
-        plgpu.wgmma(scores_ref, self.query, self.scratch.ring.at[slot].T)
-
-    def _finish_scores(self, step: Array, scores_ref: Any, pending: int, *, masked: bool) -> Array:
-        # Without the barrier, arithmetic could be scheduled before the wait.
-        scores = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores_ref, wait_n=pending))
-        plgpu.barrier_arrive(self.scratch.free.at[self._key_slot(step)])
-        return _mask(self.part, step, scores) if masked else scores
-
-    def _await_values(self, step: Array, *, masked: bool) -> Any:
-        slot = self._value_slot(step)
+    def _add_values(self, step: Array, weighted: Array, weights: Array, *, masked: bool) -> Array:
+        slot = lax.rem(2 * step + 1, jnp.int32(self.plan.slots))
         plgpu.barrier_wait(self.scratch.full.at[slot])
         values = self.scratch.ring.at[slot]
         if masked and self.part.operands.keys is not None:
             _clear_beyond_length(self.part, step, values)
-        return values
-
-    def _add_values(self, step: Array, weighted: Array, weights: Array, *, masked: bool) -> Array:
-        values = self._await_values(step, masked=masked)
         if self.plan.interpret:  # the interpreter has no WGMMA with an operand in registers
             weighted = weighted + jnp.dot(weights, values[...], preferred_element_type=F32)
         else:
 
-            def multiply(accumulator_ref: Any) -> Array:
-                accumulator_ref[...] = weighted
+            def multiply(accumulator_ref: Any) -> None:
                 plgpu.wgmma(accumulator_ref, weights, values)
-                return accumulator_ref[...]
 
-            weighted = lax.optimization_barrier(pl.run_scoped(multiply, plgpu.ACC((TILE, self.plan.head), F32)))
-        plgpu.barrier_arrive(self.scratch.free.at[self._value_slot(step)])
+            weighted = lax.optimization_barrier(pl.run_state(multiply)(plgpu.ACC.init(weighted)))
+        plgpu.barrier_arrive(self.scratch.free.at[slot])
         return weighted
-
-    def _key_slot(self, step: Array) -> Array:
-        return lax.rem(2 * step, jnp.int32(self.plan.slots))
-
-    def _value_slot(self, step: Array) -> Array:
-        return lax.rem(2 * step + 1, jnp.int32(self.plan.slots))
 
 
 def _query_rows(part: _Part) -> Any:
@@ -433,14 +406,15 @@ def _per_row(vector: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _write(part: _Part, softmax: Softmax, weighted_ref: Any, stats_ref: Any, staging: Any) -> None:
-    where = (part.batch, part.kv_head, part.split)
-    rows = pl.ds(part.row_tile() * TILE, TILE)
-    for i, vector in enumerate((softmax.largest, softmax.weight)):
+    """Weighted values as float16 fractions of a row's largest, in half the bytes of float32, and the row's numbers."""
+    where, rows = (part.batch, part.kv_head, part.split), pl.ds(part.row_tile() * TILE, TILE)
+    peak = jnp.maximum(jnp.abs(softmax.weighted).max(axis=1), TINY)
+    for i, vector in enumerate((softmax.largest, softmax.weight, peak)):
         stats_ref[(i, *where, rows)] = vector
-    if not part.plan.staged:
-        weighted_ref[(*where, rows)] = softmax.weighted
-        return
-    staging[...] = softmax.weighted
+    fractions = softmax.weighted * _per_row(1.0 / peak, softmax.weighted.shape)
+    staging[...] = lax.bitcast_convert_type(fractions.astype(jnp.float16), BF16)  # the buffer of the queries is bfloat16
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, part.plan.stored_rows)], weighted_ref.at[where])
+    stored = min(part.plan.stored_rows, TILE)
+    target = weighted_ref.at[(*where, pl.ds(part.row_tile() * stored, stored))]
+    plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, stored)], target)
     plgpu.wait_smem_to_gmem(0)
