@@ -19,8 +19,9 @@ MAX_NODES = 256
 _DTYPES = ("bfloat16", "float16", "float32")
 _WIDTHS = (16, 32, 64, 128, 256)
 _SMALLEST_TILE = 16
-_PROGRAMS_A_CORE = 2
-_MERGED_ROWS = 4
+_FLOAT32_BYTES = 4
+_MERGED_ELEMENTS = 8192
+_MAX_SHARES = 127
 _SPACIOUS = (
     "8.0",
     "9.0",
@@ -112,30 +113,34 @@ def tree_attention(
         form="tf32x3",  # of float32 inputs: as exact as float32
         **sizes,
     )
+    padded = _power_of_two(shares + 1)
+    columns = min(head, max(_SMALLEST_TILE, _MERGED_ELEMENTS // padded))
     return jax_triton.triton_call(
         *partial,
         kernel=merge_shares,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(-(-total // _MERGED_ROWS), batch * kv_heads),
+        grid=(total, head // columns, batch * kv_heads),
         name="tree_attention_merge",
         num_warps=4,
-        shares=shares,
-        rows=_MERGED_ROWS,
+        parts=shares + 1,
+        padded=padded,
+        block=columns,
         **sizes,
     )
 
 
 def _tune(pairs: int, total: int, head: int, capacity: int, itemsize: int) -> Tuning:
-    """Enough shares to fill the device, steps that fit into its shared memory."""
+    """One program a core, the nodes' own share included, with as many rows as share a key and steps that fit."""
     device = jax.devices()[0]
     spacious = device.compute_capability in _SPACIOUS
-    room = (64 if spacious else 32) * 256 * 2
-    block = max(_SMALLEST_TILE, min(64, _power_of_two(room // (head * itemsize) + 1) // 2))
-    rows = 64 if itemsize < 4 else 32  # noqa: PLR2004 - bytes of float32
-    programs = _PROGRAMS_A_CORE * device.core_count
-    shares = max(1, programs // (pairs * -(-total // min(rows, max(_SMALLEST_TILE, total)))))
+    few = total <= _SMALLEST_TILE
+    rows = _SMALLEST_TILE if few else 128 if spacious and itemsize < _FLOAT32_BYTES else 32
+    room = (64 if spacious else 32) * 256 * 2  # bytes of keys a step
+    block = max(_SMALLEST_TILE, min(64, room // (_power_of_two(head) * itemsize)))
+    shares = device.core_count // (pairs * -(-total // rows)) - 1
     # A share costs a read and a write of its partial results, so it should be worth a few steps.
-    return Tuning(rows, block, warps=4, stages=2, shares=max(1, min(shares, capacity // (2 * block))))
+    shares = max(1, min(shares, capacity // (2 * block), _MAX_SHARES))
+    return Tuning(rows, block, warps=8 if rows == 128 else 4, stages=2, shares=shares)  # noqa: PLR2004 - as above
 
 
 def _power_of_two(x: int) -> int:
