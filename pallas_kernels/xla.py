@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult
 
@@ -67,9 +67,9 @@ def gdn_commit(
 ) -> Float[Array, "batch value_heads key value"]:
     """S ← e^{G_leaf} S + Σ_{j < count} e^{G_leaf − G_j} k_j u_jᵀ along the path."""
     key_heads = key.shape[2]
-    k = jnp.moveaxis(l2_normalise(_take_nodes(key, path)), 1, 2)
-    u = _split_heads(_take_nodes(update, path), key_heads)
-    decay = _split_heads(_take_nodes(path_decay, path), key_heads)
+    k = jnp.moveaxis(l2_normalise(take_nodes(key, path)), 1, 2)
+    u = _split_heads(take_nodes(update, path), key_heads)
+    decay = _split_heads(take_nodes(path_decay, path), key_heads)
     last = jnp.maximum(count - 1, 0)[:, None, None, None]
     leaf = jnp.take_along_axis(decay, jnp.broadcast_to(last, (*decay.shape[:-1], 1)), axis=-1)
     taken = jnp.arange(path.shape[1]) < count[:, None]
@@ -141,7 +141,7 @@ def tree_conv(
     """One gather over window and nodes: tap c is row width − 1 + c of their concatenation, whatever its sign."""
     rows = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
     width = kernel.shape[0]
-    gathered = _take_nodes(rows, taps + width - 1).astype(jnp.float32)
+    gathered = take_nodes(rows, taps + width - 1).astype(jnp.float32)
     weight = kernel[::-1].astype(jnp.float32)
     return jax.nn.silu(jnp.sum(gathered * weight, axis=2)).astype(inputs.dtype)
 
@@ -192,8 +192,8 @@ def _group_states(state: Array, key_heads: int) -> Array:
     return state.reshape(state.shape[0], key_heads, -1, *state.shape[2:]).astype(jnp.float32)
 
 
-def _take_nodes(x: Array, indices: Array) -> Array:
-    """Rows of the second axis of x, picked per batch row."""
+def take_nodes(x: Shaped[Array, "batch nodes ..."], indices: Int[Array, "batch ..."]) -> Shaped[Array, "batch ..."]:
+    """Rows of the nodes with these indices, per row of the batch."""
     return jax.vmap(lambda rows, picked: rows[picked])(x, indices)
 
 

@@ -56,7 +56,7 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
         for layer in (0, shapes.gdn_layers - 1):
             tape = rows[layer]
             s, k, u, g = exact(caches[layer].recurrent, tape.key, tape.update, tape.path_decay)
-            states.append(reference.gdn_commit(s, k, u, g, *walk))
+            states += reference.commit_states((s,), (k,), (u,), (g,), *walk)
         window = exact(rows[0].inputs[:, walk[0][0, -_WINDOW:]])[0]
         return [*states, window, *(exact(x[:, walk[0][0]])[0].swapaxes(1, 2) for x in rows[-1])]
 

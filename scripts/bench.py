@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import platform
 import shlex
 import sys
@@ -74,7 +75,7 @@ def check_output(path: Path | None) -> None:
 
 
 def describe_run(words: Sequence[str]) -> dict[str, Any]:
-    """What a reader needs to judge or repeat a measurement: device, versions, date, command."""
+    """What a reader needs to judge or repeat a measurement: device, versions, date, command, XLA's flags."""
     return {
         "device": runtime.device_name(),
         "versions": {
@@ -84,6 +85,7 @@ def describe_run(words: Sequence[str]) -> dict[str, Any]:
         },
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "scripts/bench.py", *words]),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
