@@ -19,19 +19,18 @@ MAX_NODES = 256
 _DTYPES = ("bfloat16", "float16", "float32")
 _WIDTHS = (16, 32, 64, 128, 256)
 _SMALLEST_TILE = 16
-_PROGRAMS_A_CORE = 2
-_MERGED_ROWS = 4
-_SPACIOUS = (
-    "8.0",
-    "9.0",
-    "10.0",
-)  # compute capabilities with 160 KiB of shared memory a core and more; others have 100
+_NARROW = 2  # bytes of the dtypes that tensor cores multiply without splitting them
+_MERGED_ELEMENTS = 8192
+_MAX_SHARES = 127
+# Rows and keys a step for heads of 256 in two bytes, as shared memory allows (227, 163 and 99 KiB a program).
+_TILES = {"9.0": (128, 64), "10.0": (128, 64), "8.0": (64, 32)}
+_SMALL_TILES = (32, 32)
 
 
 class Tuning(NamedTuple):
     """What may differ between devices without changing the result."""
 
-    rows: int  # most (node, head) rows a program
+    rows: int  # (node, head) rows a program
     block: int  # keys a step
     warps: int
     stages: int
@@ -84,7 +83,7 @@ def tree_attention(
     capacity = prefix.keys.shape[2]
     total = nodes * sizes["group"]
     tuning = tuning or _tune(batch * kv_heads, total, head, capacity, query.dtype.itemsize)
-    rows = min(tuning.rows, max(_SMALLEST_TILE, _power_of_two(total)))
+    rows = tuning.rows
     shares = max(1, min(tuning.shares, -(-capacity // tuning.block)))
     parts = (batch * kv_heads, shares + 1, total)
     share_shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*parts, head), parts, parts)]
@@ -112,30 +111,34 @@ def tree_attention(
         form="tf32x3",  # of float32 inputs: as exact as float32
         **sizes,
     )
+    padded = _power_of_two(shares + 1)
+    columns = min(head, max(_SMALLEST_TILE, _MERGED_ELEMENTS // padded))
     return jax_triton.triton_call(
         *partial,
         kernel=merge_shares,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(-(-total // _MERGED_ROWS), batch * kv_heads),
+        grid=(total, head // columns, batch * kv_heads),
         name="tree_attention_merge",
         num_warps=4,
-        shares=shares,
-        rows=_MERGED_ROWS,
+        parts=shares + 1,
+        padded=padded,
+        block=columns,
         **sizes,
     )
 
 
 def _tune(pairs: int, total: int, head: int, capacity: int, itemsize: int) -> Tuning:
-    """Enough shares to fill the device, steps that fit into its shared memory."""
+    """One program a core, the nodes' own share included."""
     device = jax.devices()[0]
-    spacious = device.compute_capability in _SPACIOUS
-    room = (64 if spacious else 32) * 256 * 2
-    block = max(_SMALLEST_TILE, min(64, _power_of_two(room // (head * itemsize) + 1) // 2))
-    rows = 64 if itemsize < 4 else 32  # noqa: PLR2004 - bytes of float32
-    programs = _PROGRAMS_A_CORE * device.core_count
-    shares = max(1, programs // (pairs * -(-total // min(rows, max(_SMALLEST_TILE, total)))))
-    # A share costs a read and a write of its partial results, so it should be worth a few steps.
-    return Tuning(rows, block, warps=4, stages=2, shares=max(1, min(shares, capacity // (2 * block))))
+    rows, block = _TILES.get(device.compute_capability, _SMALL_TILES)
+    if itemsize > _NARROW:
+        rows, block = rows // 4, block // 2
+    rows = max(_SMALLEST_TILE, min(rows, _power_of_two(total)))
+    block = max(_SMALLEST_TILE, min(block * _WIDTHS[-1] // head, 64))
+    shares = device.core_count // (pairs * -(-total // rows)) - 1
+    # A share costs a write and a read of its partial results, so it should be worth a few steps.
+    shares = max(1, min(shares, capacity // (2 * block), _MAX_SHARES))
+    return Tuning(rows, block, warps=max(4, rows // 16), stages=2, shares=shares)
 
 
 def _power_of_two(x: int) -> int:

@@ -106,32 +106,25 @@ def merge_shares(
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head: tl.constexpr,
-    shares: tl.constexpr,
-    rows: tl.constexpr,
+    parts: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
-    """Weighs the shares by their log-sum-exp; 0 where a row sees nothing."""
-    row_block, pair = tl.program_id(0), tl.program_id(1)
+    """Weighs the shares of one row by their log-sum-exp; 0 where it sees nothing."""
+    row, column_block, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
-    index = row_block * rows + tl.arange(0, rows)
-    inside = index < nodes * group
-    dims = tl.arange(0, head)
-    m = tl.full([rows], float("-inf"), tl.float32)
-    w = tl.zeros([rows], tl.float32)
-    o = tl.zeros([rows, head], tl.float32)
-    for share in range(shares + 1):
-        part = (pair.to(tl.int64) * (shares + 1) + share) * (nodes * group) + index
-        m_share = tl.load(largest + part, mask=inside, other=float("-inf"))
-        w_share = tl.load(weights + part, mask=inside, other=0.0)
-        o_share = tl.load(outputs + part[:, None] * head + dims[None, :], mask=inside[:, None], other=0.0)
-        m_new = tl.maximum(m, m_share)
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        kept, added = tl.exp2(m - shift), tl.exp2(m_share - shift)
-        w = kept * w + added * w_share
-        o = kept[:, None] * o + added[:, None] * o_share
-        m = m_new
-    o /= tl.where(w > 0.0, w, 1.0)[:, None]
-    merged_at = (batch * nodes + index // group) * (kv_heads * group) + kv_head * group + index % group
-    tl.store(merged + merged_at[:, None] * head + dims[None, :], o.to(merged.dtype.element_ty), mask=inside[:, None])
+    part = tl.arange(0, padded)
+    inside = part < parts
+    columns = column_block * block + tl.arange(0, block)
+    at = (pair.to(tl.int64) * parts + part) * (nodes * group) + row
+    m = tl.load(largest + at, mask=inside, other=float("-inf"))
+    top = tl.max(m, axis=0)
+    scale = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(scale * tl.load(weights + at, mask=inside, other=0.0), axis=0)
+    o = tl.load(outputs + at[:, None] * head + columns[None, :], mask=inside[:, None], other=0.0)
+    mean = tl.sum(scale[:, None] * o, axis=0) / tl.where(total > 0.0, total, 1.0)
+    merged_at = (batch * nodes + row // group) * (kv_heads * group) + kv_head * group + row % group
+    tl.store(merged + merged_at * head + columns, mean.to(merged.dtype.element_ty))
 
 
 @triton.jit

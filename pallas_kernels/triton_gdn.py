@@ -23,7 +23,7 @@ _SMALLEST_TILE, _LARGEST_TILE = 16, 64
 class Tuning(NamedTuple):
     """What may differ between devices without changing the result."""
 
-    block: int = 32  # value columns a program
+    block: int = 64  # value columns a program
     warps: int = 4
 
 

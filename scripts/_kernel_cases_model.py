@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ from jax import lax
 
 import pallas_kernels
 from pallas_kernels import reference
-from tfm_jax.commit import commit_path
 from tfm_jax.config import WeaverConfig
-from tfm_jax.state import DeltaState, DeltaTape, KVCache, KVRows, TargetState
 from tfm_jax.tree import default_steps
 from tfm_jax.weaver import Weaver, WeaverTables
 
@@ -26,7 +24,26 @@ _SCORE_BAR = 1e-2  # scores are sums of rounded logits' differences
 _TREE_NODES = 64
 _WINDOW = 3
 _CAPACITY = 4096
+_LENGTH = 2048
 _TOP_K_LAYERS = 8  # more than a cache holds
+
+
+class _Caches(NamedTuple):
+    """What a commit changes, per layer; keys and values of the attention layers are entries of their own."""
+
+    states: tuple[jax.Array, ...]
+    windows: tuple[jax.Array, ...]
+    rows: tuple[jax.Array, ...]
+
+
+class _Tape(NamedTuple):
+    """What verification of a tree leaves for it."""
+
+    keys: tuple[jax.Array, ...]
+    updates: tuple[jax.Array, ...]
+    path_decays: tuple[jax.Array, ...]
+    inputs: tuple[jax.Array, ...]
+    rows: tuple[jax.Array, ...]
 
 
 def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
@@ -34,54 +51,52 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
     parents = random_parents(_TREE_NODES)
     ancestors = ancestors_of(parents)
     leaf = int(np.argmax(ancestors.sum(axis=1) >= shapes.accepted))
-    path = np.flatnonzero(ancestors[leaf])
-    taps = jnp.asarray(_taps(parents), jnp.int32)[None]
-    layers = shapes.gdn_layers + shapes.attention_layers
+    nodes = np.flatnonzero(ancestors[leaf])
 
-    def operands(_: int) -> tuple[Any, ...]:
-        caches, rows = zip(*(_layer(shapes, layer) for layer in range(layers)), strict=True)
-        return caches, rows, jnp.asarray(path, jnp.int32)[None], jnp.array([len(path)], jnp.int32)
+    def operands(layer: int) -> tuple[Any, ...]:
+        path, count = jnp.asarray(nodes, jnp.int32)[None], jnp.array([len(nodes)], jnp.int32)
+        taps = jnp.asarray(_taps(parents), jnp.int32)[None]
+        return *_caches(shapes, layer), taps, jnp.array([_LENGTH], jnp.int32), path, count
 
-    def run(_: str, __: str) -> Any:  # noqa: ANN401
-        def commit(caches: Any, rows: Any, path: jax.Array, count: jax.Array) -> Any:  # noqa: ANN401
-            state = commit_path(TargetState(jnp.array([_CAPACITY // 2]), caches), rows, path, count, taps)
-            return state.layers, state.lengths
+    def run(form: Any, _: str) -> Callable[..., Any]:  # noqa: ANN401
+        def commit(caches: _Caches, tape: _Tape, taps: Any, lengths: Any, path: Any, count: Any) -> Any:  # noqa: ANN401
+            states = pallas_kernels.commit_states(
+                caches.states, tape.keys, tape.updates, tape.path_decays, path, count, implementation=form
+            )
+            old = (caches.windows, tape.inputs, taps, caches.rows, tape.rows, lengths, path, count)
+            return _Caches(states, *pallas_kernels.commit_rows(*old, implementation=form)), lengths + count
 
         return commit
 
-    def oracle(caches: Any, rows: Any, path: jax.Array, count: jax.Array) -> list[Any]:  # noqa: ANN401
-        """States of the first and the last GDN layer, window and K/V rows of the first layers."""
-        walk = (np.asarray(path), np.asarray(count))
-        states = []
-        for layer in (0, shapes.gdn_layers - 1):
-            tape = rows[layer]
-            s, k, u, g = exact(caches[layer].recurrent, tape.key, tape.update, tape.path_decay)
-            states += reference.commit_states((s,), (k,), (u,), (g,), *walk)
-        window = exact(rows[0].inputs[:, walk[0][0, -_WINDOW:]])[0]
-        return [*states, window, *(exact(x[:, walk[0][0]])[0].swapaxes(1, 2) for x in rows[-1])]
+    def oracle(caches: _Caches, tape: _Tape, _: Any, __: Any, path: Any, count: Any) -> list[np.ndarray]:  # noqa: ANN401
+        """States of the first and the last layer, a window and two caches."""
+        layers = (caches.states, tape.keys, tape.updates, tape.path_decays)
+        operands = (tuple(exact(x[0], x[-1])) for x in layers)
+        states = reference.commit_states(*operands, path=np.asarray(path), count=np.asarray(count))
+        window = exact(tape.inputs[-1][:, nodes[-_WINDOW:]])
+        return [*states, *window, *(exact(x[:, nodes])[0].swapaxes(1, 2) for x in tape.rows[-2:])]
 
-    def error(actual: Any, expected: list[Any]) -> float:  # noqa: ANN401
-        caches, lengths = actual
-        start, stop = _CAPACITY // 2, int(lengths[0])
-        written = (x[:, :, start:stop] for x in (caches[-1].keys, caches[-1].values))
-        results = (caches[0].recurrent, caches[shapes.gdn_layers - 1].recurrent, caches[0].conv, *written)
+    def error(actual: tuple[_Caches, jax.Array], expected: list[np.ndarray]) -> float:
+        caches, _ = actual
+        written = (x[:, :, _LENGTH : _LENGTH + len(nodes)] for x in caches.rows[-2:])
+        results = (caches.states[0], caches.states[-1], caches.windows[-1], *written)
         return max(relative_error(exact(x)[0], y) for x, y in zip(results, expected, strict=True))
 
     state = shapes.value_heads * shapes.width**2 * 4
-    accepted_delta = len(path) * (2 * shapes.key_heads * shapes.width + 4 * shapes.value_heads * (shapes.width + 1))
-    window, accepted_rows = 2 * _WINDOW * shapes.channels, len(path) * 2 * 2 * shapes.kv_heads * shapes.head
-    delta = 2 * state + accepted_delta + 2 * window
+    accepted_delta = len(nodes) * (2 * shapes.key_heads * shapes.width + 4 * shapes.value_heads * (shapes.width + 1))
+    window, accepted_rows = 2 * _WINDOW * shapes.channels, len(nodes) * 2 * 2 * shapes.kv_heads * shapes.head
     yield Workload(
         op="commit",
-        case=f"accepted={len(path)}",
-        forms=("xla",),
+        case=f"accepted={len(nodes)}",
+        forms=forms_of("commit_states"),
         operands=operands,
         run=run,
         oracle=oracle,
         error=error,
         bar=_STATE_BARS[precision],
-        bytes=shapes.gdn_layers * delta + shapes.attention_layers * 2 * accepted_rows,
-        operations=shapes.gdn_layers * shapes.value_heads * 2 * len(path) * shapes.width**2,
+        bytes=shapes.gdn_layers * (2 * state + accepted_delta + 2 * window)
+        + shapes.attention_layers * 2 * accepted_rows,
+        operations=shapes.gdn_layers * shapes.value_heads * 2 * len(nodes) * shapes.width**2,
         buffers=("own",),
         donates=True,
     )
@@ -176,27 +191,30 @@ def weaver_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     )
 
 
-def _layer(shapes: Shapes, layer: int) -> tuple[Any, Any]:
-    """Cache of one layer, GDN layers first, and what verification of a tree leaves for it."""
-    normal = Normals(layer)
-    if layer >= shapes.gdn_layers:
-        rows = (1, shapes.kv_heads, _CAPACITY, shapes.head)
-        own = (1, _TREE_NODES, shapes.kv_heads, shapes.head)
-        return (
-            KVCache(normal(*rows, dtype=jnp.bfloat16), normal(*rows, dtype=jnp.bfloat16)),
-            KVRows(normal(*own, dtype=jnp.bfloat16), normal(*own, dtype=jnp.bfloat16)),
-        )
+def _caches(shapes: Shapes, seed: int) -> tuple[_Caches, _Tape]:
+    """Of all layers."""
+    normal = Normals(seed)
     gates = (1, _TREE_NODES, shapes.value_heads)
+    state = (1, shapes.value_heads, shapes.width, shapes.width)
+    key = (1, _TREE_NODES, shapes.key_heads, shapes.width)
+    cache, rows = (1, shapes.kv_heads, _CAPACITY, shapes.head), (1, _TREE_NODES, shapes.kv_heads, shapes.head)
+
+    def layers(count: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 1.0) -> tuple[jax.Array, ...]:  # noqa: ANN401
+        return tuple(normal(*shape, dtype=dtype, scale=scale) for _ in range(count))
+
+    deltas, caches = shapes.gdn_layers, 2 * shapes.attention_layers
     return (
-        DeltaState(
-            normal(1, shapes.value_heads, shapes.width, shapes.width, scale=0.05),
-            normal(1, _WINDOW, shapes.channels, dtype=jnp.bfloat16),
+        _Caches(
+            layers(deltas, *state, dtype=jnp.float32, scale=0.05),
+            layers(deltas, 1, _WINDOW, shapes.channels),
+            layers(caches, *cache),
         ),
-        DeltaTape(
-            normal(1, _TREE_NODES, shapes.channels, dtype=jnp.bfloat16),
-            normal(1, _TREE_NODES, shapes.key_heads, shapes.width, dtype=jnp.bfloat16),
-            normal(*gates, shapes.width, scale=0.1),
-            -jnp.abs(normal(*gates, scale=0.1)),
+        _Tape(
+            layers(deltas, *key),
+            layers(deltas, *gates, shapes.width, dtype=jnp.float32, scale=0.1),
+            tuple(-jnp.abs(x) for x in layers(deltas, *gates, dtype=jnp.float32, scale=0.1)),
+            layers(deltas, 1, _TREE_NODES, shapes.channels),
+            layers(caches, *rows),
         ),
     )
 
