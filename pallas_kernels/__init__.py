@@ -42,6 +42,7 @@ __all__ = [
     "implementations",
     "l2_normalise",
     "take_nodes",
+    "top_k",
     "tree_attention",
     "tree_conv",
     "write_rows",
@@ -290,6 +291,31 @@ def tree_attention(
         _check_shape("prefix.lengths", prefix.lengths, (batch,), "batch")
         _check_shape("prefix.positions", prefix.positions, (batch, nodes), "batch, nodes")
     return call("tree_attention", implementation, query, key, value, mask, prefix, window=window)
+
+
+def top_k(
+    logits: Float[Array, "*batch vocab"], k: int, *, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    """The `k` largest logits of every row in float32, best first, and their int32 ids; the lowest id wins a tie.
+
+    What `lax.top_k` gives for the float32 row: floats are ordered by their bits, so −0 is below 0. NaNs come first in
+    the form "xla"; the others put those whose sign bit is set below −inf.
+
+    Args:
+        logits: float32 or bfloat16; compared as float32.
+        k: 1 to vocab.
+        implementation: see the module.
+
+    Raises:
+        ValueError: k is out of range, or an implementation that is unknown or cannot take this.
+    """
+    vocab = logits.shape[-1]
+    if not 1 <= k <= vocab:
+        message = f"k is {k}, expected 1 to {vocab}, the logits in a row"
+        raise ValueError(message)
+    values, ids = call("top_k", implementation, logits.reshape(-1, vocab), k=k)
+    shape = (*logits.shape[:-1], k)
+    return values.reshape(shape), ids.reshape(shape)
 
 
 def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> None:

@@ -49,7 +49,7 @@ _FORMS: dict[str, dict[str, _Form]] = {  # the fastest first
         "xla": _Form("xla_commit"),
         "reference": _REFERENCE,
     },
-    "gdn_chunk": {"xla": _XLA, "reference": _REFERENCE},
+    "gdn_chunk": {"mosaic": _Form("mosaic_chunk"), "xla": _XLA, "reference": _REFERENCE},
     "tree_conv": {"xla": _XLA, "reference": _REFERENCE},
     "tree_attention": {
         "mosaic": _Form("mosaic_attention"),
@@ -57,6 +57,7 @@ _FORMS: dict[str, dict[str, _Form]] = {  # the fastest first
         "xla": _Form("xla_attention"),
         "reference": _REFERENCE,
     },
+    "top_k": {"triton": _Form("triton_top_k"), "xla": _Form("xla_top_k"), "reference": _REFERENCE},
 }
 _GPU_FORMS = ("mosaic", "triton")
 _log = logging.getLogger("pallas_kernels")

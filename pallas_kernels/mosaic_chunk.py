@@ -58,7 +58,15 @@ class _Gates(NamedTuple):
     forget: Array  # [batch, heads, chunks]: e^{G_last}
 
 
-def unsupported(query: jax.ShapeDtypeStruct | Array, value: jax.ShapeDtypeStruct | Array) -> str | None:
+def unsupported(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array,
+    valid: Array,
+    state: Array,
+) -> str | None:
     """Which argument `gdn_chunk` cannot take, in one sentence, or None."""
     if query.dtype != BF16 or value.dtype != BF16:
         return f"query is {query.dtype.name} and value {value.dtype.name}, expected bfloat16"
@@ -88,7 +96,7 @@ def gdn_chunk(
     Raises:
         ValueError: shapes or dtypes that the kernels cannot take.
     """
-    if reason := unsupported(query, value):
+    if reason := unsupported(query, key, value, log_decay, beta, valid, state):
         raise ValueError(reason)
     batch, tokens, key_heads, key_dim = query.shape
     heads, value_dim = value.shape[2:]

@@ -160,6 +160,17 @@ def tree_attention(
     return result.astype(query.dtype)
 
 
+def top_k(
+    logits: Float[np.ndarray, "rows vocab"], *, k: int
+) -> tuple[Float[np.ndarray, "rows k"], Int[np.ndarray, "rows k"]]:
+    """A stable sort by the bits of the float32 values, the largest first."""
+    values = logits.astype(np.float32)
+    bits = values.view(np.int32).astype(np.int64)
+    keys = np.where(bits < 0, -(2**31) - bits - 1, bits)
+    ids = np.argsort(-keys, axis=-1, kind="stable")[:, :k].astype(np.int32)
+    return np.take_along_axis(values, ids, axis=-1), ids
+
+
 def _promote(*arrays: np.ndarray) -> list[np.ndarray]:
     """Every array in float64 when the first one is, else in float32."""
     dtype = np.float64 if arrays[0].dtype == np.float64 else np.float32
