@@ -22,6 +22,7 @@ import common  # isort: skip - before jax
 import tyro
 from _bench_acceptance import Acceptance
 from _bench_budgets import Budgets
+from _bench_kernels import Kernels
 from _bench_trees import Trees
 
 import tfm_jax
@@ -29,7 +30,12 @@ from tfm_jax import runtime
 from tfm_jax.errors import TfmError
 
 # Options of each sub-command; `measure` makes the report, `show` prints it, `plot` draws it, `failure` judges it.
-COMMANDS: dict[str, Callable[..., Any]] = {"acceptance": Acceptance, "trees": Trees, "budgets": Budgets}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "acceptance": Acceptance,
+    "trees": Trees,
+    "budgets": Budgets,
+    "kernels": Kernels,
+}
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _CHECK_FAILED = 1
 
