@@ -256,29 +256,24 @@ def _heads(
 
 @triton.jit
 @no_type_check
-def _children(
-    logits: tl.tensor,
-    node: tl.tensor,
-    in_step: tl.tensor,
-    nodes: tl.constexpr,
-    pool: tl.constexpr,
-    expand: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Logits and places in the pool of the best children, [nodes, expand], and the log of each node's total."""
-    option = tl.arange(0, pool)[None, :]
-    at = node[:, None] * pool + option
-    logit = tl.load(logits + at, mask=in_step[:, None], other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(logit, axis=1)
+def _children(logits: tl.tensor, used: tl.tensor, pool: tl.constexpr, expand: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Log-probabilities and places in the pool of one node's best children, and the log-probability of the first."""
+    option = tl.arange(0, pool)
+    logit = tl.load(logits + option, mask=used, other=float("-inf"), cache_modifier=".cg")
+    first = tl.load(logits, mask=used, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(logit)
     finite = tl.where(top == float("-inf"), 0.0, top)
-    total = finite + tl.log(tl.sum(tl.exp(logit - finite[:, None]), axis=1))
+    total = finite + tl.log(tl.sum(tl.exp(logit - finite)))
     order = (_float_key(logit) << 32) | (pool - 1 - option)
-    place = tl.arange(0, expand)[None, :]
-    best = tl.full((nodes, expand), LOWEST, tl.int64)
+    place = tl.arange(0, expand)
+    best = tl.full((expand,), LOWEST, tl.int64)
     for child in range(expand):
-        winner = tl.max(order, axis=1)
-        order = tl.where(order == winner[:, None], LOWEST, order)
-        best = tl.where(place == child, winner[:, None], best)
-    return _key_float(best >> 32), pool - 1 - best.to(tl.int32), total
+        winner = tl.max(order)
+        order = tl.where(order == winner, LOWEST, order)
+        best = tl.where(place == child, winner, best)
+    logit = _key_float(best >> 32)
+    edge = tl.where(logit > float("-inf"), tl.minimum(logit - total, 0.0), float("-inf"))
+    return edge, pool - 1 - best.to(tl.int32), tl.minimum(first - total, 0.0)
 
 
 @triton.jit
@@ -359,20 +354,17 @@ def _record(
     tokens: tl.tensor,
     parents: tl.tensor,
     depths: tl.tensor,
-    scores: tl.tensor,
     lineage: tl.tensor,
     slot: tl.tensor,
     token: tl.tensor,
     parent: tl.tensor,
     depth: tl.tensor,
-    score: tl.tensor,
     path: tl.tensor,
     kept: tl.tensor,
 ) -> None:
     tl.store(tokens + slot, token, mask=kept)
     tl.store(parents + slot, parent, mask=kept)
     tl.store(depths + slot, depth, mask=kept)
-    tl.store(scores + slot, score, mask=kept)
     tl.store(lineage + slot[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :], path, mask=kept[:, None])
 
 
@@ -413,6 +405,9 @@ def grow_kernel(
     hidden: tl.tensor,
     last: tl.tensor,
     logits: tl.tensor,
+    edges: tl.tensor,
+    options: tl.tensor,
+    guesses: tl.tensor,
     rank: tl.constexpr,
     heads: tl.constexpr,
     depth: tl.constexpr,
@@ -425,6 +420,7 @@ def grow_kernel(
     expand: tl.constexpr,
     programs: tl.constexpr,
     splits: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
     """Grows the tree; `tfm_jax.best_first.best_first_tree` says what the steps are.
 
@@ -443,7 +439,8 @@ def grow_kernel(
     slots: tl.constexpr = groups * rows + width
     keys = projections + slots * rank
     own = program // (programs // nodes)  # the node whose logits this program computes
-    blocks: tl.constexpr = (pool * nodes + programs * COLUMNS - 1) // (programs * COLUMNS)
+    leads = (program % (programs // nodes) == 0) & (own < rows)
+    blocks: tl.constexpr = (pool * nodes + programs * tile - 1) // (programs * tile)
 
     # The step's chains: how many, and per node the parent and the depth of its chain's first node.
     chains = 1
@@ -476,6 +473,11 @@ def grow_kernel(
         node_depth = tl.where(exists, node_depth, 0)
         chain = first + node % chains - base_depth * chains  # + chains · d: the chain's slot of depth d
         row = tl.minimum(node_depth, depth - 1)
+        paths = _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists)
+        if program == 0:
+            slot = first + node
+            parent = tl.where(exists, tl.where(behind == 0, base_parent, slot - chains), -1)
+            _record(tokens, parents, depths, lineage, slot, token, parent, node_depth, paths, in_step)
         own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
 
         # Query, key, value.
@@ -496,17 +498,15 @@ def grow_kernel(
         # Attention of a node and a head over the prompt and the node's path.
         for pair in range(program, rows * heads, programs):
             number = pair // heads
-            path_length, shared = _pick(node_depth, number, nodes) + 1, _pick(base_depth, number, nodes)
+            path = tl.sum(tl.where((node == number)[:, None], paths, 0), axis=0)
             step = tl.arange(0, LEVELS)
-            path = tl.load(lineage + _pick(base_parent, number, nodes) * LEVELS + step, mask=step < shared, other=0)
-            path = tl.where(step >= shared, _pick(chain, number, nodes) + chains * step, path)
             at = (pair % heads) * head_dim + tl.arange(0, head_dim)
             query = tl.load(projections + (first + number) * rank + at, cache_modifier=".cg").to(tl.float32)
             prompt_at = step[:, None] * rank + at[None, :]
             path_at = path[:, None] * rank + at[None, :]
             mixed = _attend(
                 query, prompt_keys + prompt_at, prompt_values + prompt_at, step < depth + 1,
-                keys + path_at, keys + slots * rank + path_at, step < path_length, head_dim,
+                keys + path_at, keys + slots * rank + path_at, path >= 0, head_dim,
             )  # fmt: skip
             tl.store(attended + number * rank + at, mixed)
         arrivals += programs
@@ -547,8 +547,8 @@ def grow_kernel(
         )
         _put(last, _sum(_own(middle, column, nodes, rows, rank), x), column, nodes, rows, rank)
 
-        # Logits of one node, 16 candidates at a time.
-        candidate = program % (programs // nodes) * (blocks * COLUMNS) + tl.arange(0, COLUMNS)
+        # Logits of one node.
+        candidate = program % (programs // nodes) * (blocks * tile) + tl.arange(0, tile)
         ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, own_exists, pool, rank)
         arrivals += programs
         zero = _meet(counter, arrivals)
@@ -560,32 +560,39 @@ def grow_kernel(
             corrected += tl.load(candidate_scores + own_row * pool + candidate, mask=kept, other=0.0)
             tl.store(logits + own * pool + candidate, tl.where(ids >= 0, corrected, float("-inf")), mask=kept)
             if blocks > 1:
-                candidate += COLUMNS
+                candidate += tile
                 more = own_exists & (block + 1 < blocks)
                 ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, more, pool, rank)
+        arrivals += programs
+        zero = _meet(counter, arrivals)
+
+        # Children: the best of one node; all programs of a node find the same.
+        edge, option, guess = _children(logits + own * pool, own_exists, pool, expand)
+        place = tl.arange(0, expand)
+        tl.store(edges + own * expand + place, edge, mask=leads)
+        tl.store(options + own * expand + place, option, mask=leads)
+        tl.store(guesses + own, guess, mask=leads)
         weights_0 = _half(qkv, column + zero, 0, rank, splits)
         weights_1 = _half(qkv, column + zero, 1, rank, splits)
         arrivals += programs
         zero = _meet(counter, arrivals)
 
-        # Children: the best of each node.
-        best_logit, best_option, total = _children(logits, node, in_step, nodes, pool, expand)
-        ids = tl.load(candidate_ids + row[:, None] * pool + best_option)
-        edge = tl.minimum(best_logit - total[:, None], 0.0)
-        guessed = tl.minimum(tl.load(logits + node * pool, mask=in_step, other=0.0, cache_modifier=".cg") - total, 0.0)
+        # The frontier gets them.
+        guessed = tl.load(guesses + node, mask=in_step, other=0.0, cache_modifier=".cg")
+        at, kept = node[:, None] * expand + place[None, :], in_step[:, None]
+        edge = tl.load(edges + at, mask=kept, other=float("-inf"), cache_modifier=".cg")
+        option = tl.load(options + at, mask=kept, other=0, cache_modifier=".cg")
+        ids = tl.load(candidate_ids + row[:, None] * pool + option)
         score, is_guessed = _score_guesses(score, guessed, behind, exists, node, chains, nodes, rows)
-        usable = (best_logit > float("-inf")) & (score[:, None] > float("-inf")) & (node_depth[:, None] < depth)
-        usable = usable & ((best_option > 0) | ~is_guessed[:, None])
+        usable = (edge > float("-inf")) & (score[:, None] > float("-inf")) & (node_depth[:, None] < depth)
+        usable = usable & ((option > 0) | ~is_guessed[:, None])
         child_scores = tl.where(usable, score[:, None] + edge, float("-inf"))
         child_info = ids * 32 + node_depth[:, None] + 1
         fresh = group_at == group
         open_scores = tl.where(fresh, child_scores[None, :, :], open_scores)
         open_info = tl.where(fresh, child_info[None, :, :], open_info)
         if program == 0:
-            slot = first + node
-            parent = tl.where(exists, tl.where(behind == 0, base_parent, slot - chains), -1)
-            path = _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists)
-            _record(tokens, parents, depths, scores, lineage, slot, token, parent, node_depth, score, path, in_step)
+            tl.store(scores + first + node, score, mask=in_step)
 
         # The next chains: the best frontier entries.
         chains = width
@@ -596,11 +603,10 @@ def grow_kernel(
     if program == 0:
         tl.debug_barrier()  # reads paths that it has just written
         chain = groups * rows + node - base_depth
-        path = _paths(lineage, base_parent, base_depth, base_depth, chain, 1, exists)
+        paths = _paths(lineage, base_parent, base_depth, base_depth, chain, 1, exists)
         slot = groups * rows + node
-        _record(
-            tokens, parents, depths, scores, lineage, slot, token, base_parent, base_depth, score, path, node < width
-        )
+        _record(tokens, parents, depths, lineage, slot, token, base_parent, base_depth, paths, node < width)
+        tl.store(scores + slot, score, mask=node < width)
         at = (group_at * rows + node_at) * expand + child_at
         kept_children = (node_at < rows) & (group_at < groups)
         tl.store(frontier_scores + at, open_scores, mask=kept_children)
@@ -622,7 +628,7 @@ def grow(
     groups: int,
     expand: int,
     ahead: int = 0,
-    num_warps: int = 8,
+    num_warps: int = 16,
     least_nodes: int = 4,
 ) -> TreeGrowth:
     """The tree after `groups` steps of `width` nodes, before any pruning."""
@@ -637,6 +643,7 @@ def grow(
         ((expanded, expand), f32), ((expanded, expand), i32),
         ((3, slots, rank), bf16), ((rows, rank), bf16),
         ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, pool), f32),
+        ((rows, expand), f32), ((rows, expand), i32), ((rows,), f32),
     ]  # fmt: skip
     _, *growth = jax_triton.triton_call(
         root, candidate_ids, candidate_scores, inputs_table, heads_table, positions, prompt_keys, prompt_values,
@@ -657,6 +664,7 @@ def grow(
         groups_padded=triton.next_power_of_2(groups),
         expand=expand,
         programs=rank // _COLUMNS,
-        splits=8,
+        splits=min(16, rank // 32),
+        tile=32 if nodes > 4 else 16,  # noqa: PLR2004
     )[:8]  # fmt: skip
     return TreeGrowth(*growth)

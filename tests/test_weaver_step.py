@@ -156,20 +156,18 @@ def test_a_guess_is_scored_like_any_other_node() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rank", [256, 2048])
 @pytest.mark.parametrize("schedule", [(4, None, 0), (4, 6, 0), (4, 4, 1), (2, 5, 3), (16, 3, 0)])
-def test_the_kernel_grows_the_tree(
-    rank: int, schedule: tuple[int, int | None, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_grows_the_tree(rank: int, schedule: tuple[int, int | None, int]) -> None:
     """Against the XLA form, whose sums are rounded to bfloat16 elsewhere."""
     width, steps, ahead = schedule
     weaver, arguments = make_weaver(rank=rank, pool=64, depth=7, dtype="bfloat16", batch=1)
+    *inputs, tables = arguments
+    build = nnx.jit(Weaver.build_tree, static_argnames=("budget", "width", "steps", "ahead"))
     options = {"budget": 31, "width": width, "steps": steps, "ahead": ahead}
-    assert weaver_tree.supports(
-        arguments[-1].weights, depth=7, pool=64, width=width, groups=steps or 8, expand=8, ahead=ahead
-    )
-    fast = weaver.build_tree(*arguments, **options)
-    again = weaver.build_tree(*arguments, **options)
-    monkeypatch.setattr(weaver_tree, "supports", lambda *_, **__: False)
-    slow = weaver.build_tree(*arguments, **options)
+    sizes = {"width": width, "groups": steps or 8, "expand": 8, "ahead": ahead}
+    assert tables.weights is not None
+    assert weaver_tree.supports(tables.weights, depth=7, pool=64, **sizes)
+    fast, again = build(weaver, *arguments, **options), build(weaver, *arguments, **options)
+    slow = build(weaver, *inputs, tables._replace(weights=None), **options)
     jax.tree.map(np.testing.assert_array_equal, fast, again)
     assert_well_formed(fast)
     first, second = scores_by_path(fast), scores_by_path(slow)
