@@ -1,4 +1,4 @@
-"""`top_k` for NVIDIA GPUs as three Triton kernels, called through jax-triton; import it only where both are installed.
+"""`top_k` for NVIDIA GPUs as three Triton kernels, called through jax-triton.
 
 1. Maxima: element i of a row belongs to group i mod `GROUPS`, so that a warp reads neighbours and a row that is sorted
    by id spreads its best elements over all groups.
@@ -14,23 +14,16 @@ by one program of the third kernel, in about a hundred times the time.
 Keys order floats as `lax.top_k` does: by their bits, so that −0 is below 0 and a positive NaN above infinity.
 """
 
-# ruff: noqa: ARG001 - an output that is written in place is named twice
 from __future__ import annotations
-
-from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-import jax_triton  # pyrefly: ignore[missing-import]
-import triton  # pyrefly: ignore[missing-import]
-import triton.language as tl  # pyrefly: ignore[missing-import]
 from jaxtyping import Array, Float
 
 GROUPS = 4096
 CANDIDATES = 2048
 MAX_K = 1024
-_COUNTER_STRIDE = 32  # a cache line each: atomics on one line wait for each other
-COUNTER_STRIDE = tl.constexpr(_COUNTER_STRIDE)
+COUNTER_STRIDE = 32  # a cache line each: atomics on one line wait for each other
 
 
 def unsupported(logits: Array, *, k: int) -> str | None:
@@ -82,12 +75,16 @@ def top_k(
 def _call_kernels(
     logits: Array, *, k: int, slab: int, parts: int, tile: int, bits: int, rank_rows: int
 ) -> tuple[Array, Array]:
+    import jax_triton  # pyrefly: ignore[missing-import]
+
+    from pallas_kernels.triton_top_k_kernel import filter_row, group_maxima, rank_candidates
+
     rows, vocab = logits.shape
-    count = jax.ShapeDtypeStruct((rows, _COUNTER_STRIDE), jnp.int32)
+    count = jax.ShapeDtypeStruct((rows, COUNTER_STRIDE), jnp.int32)
     candidate = jax.ShapeDtypeStruct((rows, CANDIDATES), jnp.int32)
     maxima, counts = jax_triton.triton_call(
         logits,
-        kernel=_group_maxima,
+        kernel=group_maxima,
         out_shape=(jax.ShapeDtypeStruct((rows, GROUPS), jnp.int32), count),
         grid=(rows, GROUPS // slab),
         num_warps=4,
@@ -95,12 +92,13 @@ def _call_kernels(
         groups=GROUPS,
         slab=slab,
         depth=16,
+        stride=COUNTER_STRIDE,
     )
     keys, ids, counts = jax_triton.triton_call(
         logits,
         maxima,
         counts,
-        kernel=_filter,
+        kernel=filter_row,
         out_shape=(candidate, candidate, count),
         input_output_aliases={2: 2},
         grid=(rows, parts),
@@ -112,13 +110,14 @@ def _call_kernels(
         parts=parts,
         tile=tile,
         bits=bits,
+        stride=COUNTER_STRIDE,
     )
     return jax_triton.triton_call(
         logits,
         counts,
         keys,
         ids,
-        kernel=_rank,
+        kernel=rank_candidates,
         out_shape=(
             jax.ShapeDtypeStruct((rows, k), jnp.float32),
             jax.ShapeDtypeStruct((rows, k), jnp.int32),
@@ -134,185 +133,5 @@ def _call_kernels(
         own=rank_rows,
         chunk=128,
         tile=2048,
+        stride=COUNTER_STRIDE,
     )[:2]
-
-
-@triton.jit
-@no_type_check
-def _key(x: tl.tensor) -> tl.tensor:
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-@no_type_check
-def _step_up(low: tl.tensor, bit: tl.tensor) -> tl.tensor:
-    # int32 as an unsigned number with its sign flipped: adding 2^31 wraps INT_MIN around to 0.
-    return low + (tl.full((), 1, tl.int32) << bit)
-
-
-@triton.jit
-@no_type_check
-def _group_maxima(
-    logits: tl.tensor,
-    maxima: tl.tensor,
-    counts: tl.tensor,
-    vocab: tl.constexpr,
-    groups: tl.constexpr,
-    slab: tl.constexpr,
-    depth: tl.constexpr,
-) -> None:
-    row, part = tl.program_id(0), tl.program_id(1)
-    if part == 0:
-        tl.store(counts + row * COUNTER_STRIDE, 0)
-    group = part * slab + tl.arange(0, slab)
-    best = tl.full((slab,), -(2**31), tl.int32)
-    for start in range(0, vocab, groups * depth):
-        at = start + tl.arange(0, depth)[:, None] * groups + group[None, :]
-        keys = _key(tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0))
-        best = tl.maximum(best, tl.max(tl.where(at < vocab, keys, -(2**31)), axis=0))
-    tl.store(maxima + row * groups + group, best)
-
-
-@triton.jit
-@no_type_check
-def _filter(
-    logits: tl.tensor,
-    maxima: tl.tensor,
-    counts_in: tl.tensor,
-    keys_out: tl.tensor,
-    ids_out: tl.tensor,
-    counts: tl.tensor,
-    vocab: tl.constexpr,
-    groups: tl.constexpr,
-    k: tl.constexpr,
-    capacity: tl.constexpr,
-    parts: tl.constexpr,
-    tile: tl.constexpr,
-    bits: tl.constexpr,
-) -> None:
-    row, part = tl.program_id(0), tl.program_id(1)
-    best = tl.load(maxima + row * groups + tl.arange(0, groups))
-    bound = tl.full((), -(2**31), tl.int32)
-    for level in range(bits):
-        higher = _step_up(bound, 31 - level)
-        bound = tl.where(tl.sum((best >= higher).to(tl.int32)) >= k, higher, bound)
-    for start in range(part * tile, vocab, parts * tile):
-        at = start + tl.arange(0, tile)
-        keys = _key(tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0))
-        above = (keys >= bound) & (at < vocab)
-        place = tl.atomic_add(counts + row * COUNTER_STRIDE + tl.zeros((tile,), tl.int32), 1, mask=above, sem="relaxed")
-        kept = above & (place < capacity)
-        tl.store(keys_out + row * capacity + place, keys, mask=kept)
-        tl.store(ids_out + row * capacity + place, at, mask=kept)
-
-
-@triton.jit
-@no_type_check
-def _rank(
-    logits: tl.tensor,
-    counts: tl.tensor,
-    keys_in: tl.tensor,
-    ids_in: tl.tensor,
-    values_out: tl.tensor,
-    ids_out: tl.tensor,
-    keys: tl.tensor,
-    ids: tl.tensor,
-    vocab: tl.constexpr,
-    k: tl.constexpr,
-    capacity: tl.constexpr,
-    own: tl.constexpr,
-    chunk: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    row, part = tl.program_id(0), tl.program_id(1)
-    count = tl.load(counts + row * COUNTER_STRIDE)
-    if count > capacity:
-        if part == 0:
-            _select_exactly(logits, keys, ids, row, vocab, k, capacity, tile)
-            tl.debug_barrier()
-            for start in range(0, k, own):
-                _place(keys, ids, values_out, ids_out, row, start, k, k, capacity, own, chunk)
-    elif part * own < count:
-        _place(keys, ids, values_out, ids_out, row, part * own, count, k, capacity, own, chunk)
-
-
-@triton.jit
-@no_type_check
-def _pairs(
-    keys: tl.tensor, ids: tl.tensor, row: tl.tensor, at: tl.tensor, count: tl.tensor, capacity: tl.constexpr
-) -> tl.tensor:
-    """Candidates as numbers that fall with the order: key first, then the lower id; beyond `count` the lowest."""
-    high = tl.load(keys + row * capacity + at, mask=at < count, other=-(2**31)).to(tl.int64)
-    low = tl.load(ids + row * capacity + at, mask=at < count, other=0x7FFFFFFF).to(tl.int64)
-    return (high << 32) | (0x7FFFFFFF - low)
-
-
-@triton.jit
-@no_type_check
-def _place(
-    keys: tl.tensor,
-    ids: tl.tensor,
-    values_out: tl.tensor,
-    ids_out: tl.tensor,
-    row: tl.tensor,
-    start: tl.tensor,
-    count: tl.tensor,
-    k: tl.constexpr,
-    capacity: tl.constexpr,
-    own: tl.constexpr,
-    chunk: tl.constexpr,
-) -> None:
-    at = start + tl.arange(0, own)
-    mine = _pairs(keys, ids, row, at, count, capacity)
-    rank = tl.zeros((own,), tl.int32)
-    for other in range(0, count, chunk):
-        theirs = _pairs(keys, ids, row, other + tl.arange(0, chunk), count, capacity)
-        rank += tl.sum((theirs[None, :] > mine[:, None]).to(tl.int32), axis=1)
-    chosen = (at < count) & (rank < k)
-    key = (mine >> 32).to(tl.int32)
-    value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(values_out + row * k + rank, value, mask=chosen)
-    tl.store(ids_out + row * k + rank, 0x7FFFFFFF - (mine & 0x7FFFFFFF).to(tl.int32), mask=chosen)
-
-
-@triton.jit
-@no_type_check
-def _select_exactly(
-    logits: tl.tensor,
-    keys_out: tl.tensor,
-    ids_out: tl.tensor,
-    row: tl.tensor,
-    vocab: tl.constexpr,
-    k: tl.constexpr,
-    capacity: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    """Writes the k best of a whole row, in no order: all above the k-th largest, and its equals with the lowest ids."""
-    bound = tl.full((), -(2**31), tl.int32)
-    for level in range(32):
-        higher = _step_up(bound, 31 - level)
-        total = tl.zeros((tile,), tl.int32)
-        for start in range(0, vocab, tile):
-            at = start + tl.arange(0, tile)
-            keys = _key(tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0))
-            total += ((keys >= higher) & (at < vocab)).to(tl.int32)
-        bound = tl.where(tl.sum(total) >= k, higher, bound)
-    above_total = tl.zeros((tile,), tl.int32)
-    for start in range(0, vocab, tile):
-        at = start + tl.arange(0, tile)
-        keys = _key(tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0))
-        above_total += ((keys > bound) & (at < vocab)).to(tl.int32)
-    next_above, next_equal = tl.zeros((), tl.int32), tl.sum(above_total)
-    for start in range(0, vocab, tile):
-        at = start + tl.arange(0, tile)
-        keys = _key(tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0))
-        above, equal = (keys > bound) & (at < vocab), (keys == bound) & (at < vocab)
-        place = (
-            tl.where(above, next_above + tl.cumsum(above.to(tl.int32)), next_equal + tl.cumsum(equal.to(tl.int32))) - 1
-        )
-        kept = (above | equal) & (place < k)
-        tl.store(keys_out + row * capacity + place, keys, mask=kept)
-        tl.store(ids_out + row * capacity + place, at, mask=kept)
-        next_above += tl.sum(above.to(tl.int32))
-        next_equal += tl.sum(equal.to(tl.int32))

@@ -6,19 +6,17 @@ The kernel is for batch 1 and a Weaver of generation w1 with one layer, in bfloa
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 COLUMNS = 16  # of every matrix that a program owns; so a kernel has rank / 16 programs, one per multiprocessor
 PATH = 16  # slots on a path, the root's among them
+_LEAST_NODES = 4  # to which a step is padded
+_WARPS = 16
 _MOST_ENTRIES = 4096  # of the frontier, which every program keeps in registers
 
 
@@ -60,7 +58,7 @@ def supports(
     """Whether `grow` has a kernel for these sizes on this machine."""
     mlp, rank = weights.fc1.shape
     rows = width * (1 + ahead)
-    entries = _power_of_two(groups) * max(4, _power_of_two(rows)) * expand
+    entries = _power_of_two(groups) * max(_LEAST_NODES, _power_of_two(rows)) * expand
     return (
         weights.qkv.dtype == jnp.bfloat16
         and rank == mlp == _power_of_two(rank)
@@ -78,7 +76,7 @@ def supports(
 
 def available() -> bool:
     """Whether this machine can run the kernel at all."""
-    return _triton_module() is not None
+    return jax.default_backend() == "gpu" and importlib.util.find_spec("jax_triton") is not None
 
 
 def grow(
@@ -96,6 +94,7 @@ def grow(
     groups: int,
     expand: int,
     ahead: int = 0,
+    tile: int | None = None,
 ) -> TreeGrowth:
     """The tree after `groups` steps of `width` nodes, before any pruning; only where `supports` says so.
 
@@ -113,18 +112,51 @@ def grow(
         groups: steps.
         expand: children per node.
         ahead: guesses behind each entry, so that a step has width · (1 + ahead) nodes, at most 16.
+        tile: candidates that a program scores at once, 16 or 32.
 
     Raises:
-        ValueError: there is no kernel for this machine.
+        ModuleNotFoundError: jax-triton is not installed.
     """
-    module = _triton_module()
-    if module is None:
-        message = "the fused growth of trees needs an NVIDIA GPU and jax-triton; use tfm_jax.best_first.best_first_tree"
-        raise ValueError(message)
-    return module.grow(
-        root, candidate_ids, candidate_scores.astype(jnp.float32), inputs_table, heads_table, positions,
-        prompt_keys, prompt_values, weights, width=width, groups=groups, expand=expand, ahead=ahead,
-    )  # fmt: skip
+    import jax_triton  # pyrefly: ignore[missing-import]
+
+    from pallas_kernels.triton_weaver_tree_kernel import grow_kernel
+
+    depth, pool = candidate_ids.shape
+    rank = inputs_table.shape[1]
+    rows = width * (1 + ahead)
+    slots, expanded = groups * rows + width, groups * rows
+    nodes = max(_LEAST_NODES, _power_of_two(rows))
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+    shapes = [
+        ((1,), i32), ((slots,), i32), ((slots,), i32), ((slots,), i32), ((slots,), f32), ((slots, PATH), i32),
+        ((expanded, expand), f32), ((expanded, expand), i32),
+        ((3, slots, rank), bf16), ((rows, rank), bf16),
+        ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, pool), f32),
+        ((rows, expand), f32), ((rows, expand), i32), ((rows,), f32),
+    ]  # fmt: skip
+    _, *growth = jax_triton.triton_call(
+        root, candidate_ids, candidate_scores.astype(jnp.float32), inputs_table, heads_table, positions, prompt_keys,
+        prompt_values, *weights,
+        kernel=grow_kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
+        grid=(rank // COLUMNS,),
+        zeroed_outputs=(0,),
+        num_warps=_WARPS,
+        rank=rank,
+        heads=prompt_keys.shape[1],
+        depth=depth,
+        pool=pool,
+        width=width,
+        ahead=ahead,
+        nodes=nodes,
+        groups=groups,
+        groups_padded=_power_of_two(groups),
+        expand=expand,
+        programs=rank // COLUMNS,
+        splits=min(_WARPS, rank // 32),
+        tile=tile or (32 if nodes > _LEAST_NODES else 16),
+    )[:8]  # fmt: skip
+    return TreeGrowth(*growth)
 
 
 def _power_of_two(number: int) -> int:
@@ -134,10 +166,3 @@ def _power_of_two(number: int) -> int:
 @functools.cache
 def _multiprocessors() -> int:
     return getattr(jax.devices()[0], "core_count", 0)
-
-
-@functools.cache
-def _triton_module() -> ModuleType | None:
-    if jax.default_backend() != "gpu" or importlib.util.find_spec("jax_triton") is None:
-        return None
-    return importlib.import_module("pallas_kernels.triton_weaver_tree")

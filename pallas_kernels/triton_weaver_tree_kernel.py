@@ -1,15 +1,18 @@
-"""Growth of a Weaver's tree in one persistent Triton kernel; import it only where triton and jax-triton are installed.
+"""Device code of `weaver_tree`: a persistent Triton kernel. Only `weaver_tree` imports it, when the kernel is wanted.
 
 The steps of a tree depend on each other and each is short (50 MB of weights, 12 µs of bandwidth on an H200, for a rank
 of 2048), so launches and their ramps cost more than the work. Here one program per multiprocessor stays for all steps;
-they meet at barriers in device memory, six a step:
+they meet at barriers in device memory, seven a step:
 
-    query, key, value | attention | output projection | first MLP layer | second | corrected logits of the candidates |
+    query, key, value | attention | output projection | MLP, first layer | second | logits | best children of a node |
 
-Between the last barrier and the next step's first product every program repeats the choice of children and of the next
-nodes for itself, in registers, so that it needs no seventh. Weights of a phase are loaded before the barrier in front
-of it. A program owns 16 columns of every matrix; a product is 16 columns × nodes, its sum over channels split
-over the warps. All sums have a fixed order.
+Between the last barrier and the next step's first product every program repeats the choice of the next nodes for
+itself, in registers, so that it needs no eighth. Weights of a phase are loaded before the barrier in front of it. A
+program owns 16 columns of every matrix; a product is 16 columns × nodes, its sum over channels split over the warps.
+All sums have a fixed order.
+
+Most of a step's time goes to straight-line code: the 70 KB of a step pass the instruction cache once a step, at some 6
+cycles an instruction. Hence loops in place of unrolled code, and 16 warps, which share what was fetched.
 
 Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
 """
@@ -19,15 +22,11 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import jax
-import jax.numpy as jnp
-import jax_triton  # pyrefly: ignore[missing-import]
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
-from pallas_kernels.weaver_tree import PATH, TreeGrowth, WeaverWeights
+from pallas_kernels.weaver_tree import PATH
 
 COLUMNS = tl.constexpr(_COLUMNS)
 LEVELS = tl.constexpr(PATH)
@@ -611,60 +610,3 @@ def grow_kernel(
         kept_children = (node_at < rows) & (group_at < groups)
         tl.store(frontier_scores + at, open_scores, mask=kept_children)
         tl.store(frontier_tokens + at, open_info // 32, mask=kept_children)
-
-
-def grow(
-    root: Int[Array, " one"],
-    candidate_ids: Int[Array, "depth pool"],
-    candidate_scores: Float[Array, "depth pool"],
-    inputs_table: Float[Array, "vocab rank"],
-    heads_table: Float[Array, "vocab rank"],
-    positions: Float[Array, "positions rank"],
-    prompt_keys: Float[Array, "prompt heads head"],
-    prompt_values: Float[Array, "prompt heads head"],
-    weights: WeaverWeights,
-    *,
-    width: int,
-    groups: int,
-    expand: int,
-    ahead: int = 0,
-    num_warps: int = 16,
-    least_nodes: int = 4,
-) -> TreeGrowth:
-    """The tree after `groups` steps of `width` nodes, before any pruning."""
-    depth, pool = candidate_ids.shape
-    rank = inputs_table.shape[1]
-    rows = width * (1 + ahead)
-    slots, expanded = groups * rows + width, groups * rows
-    nodes = max(least_nodes, triton.next_power_of_2(rows))
-    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
-    shapes = [
-        ((1,), i32), ((slots,), i32), ((slots,), i32), ((slots,), i32), ((slots,), f32), ((slots, PATH), i32),
-        ((expanded, expand), f32), ((expanded, expand), i32),
-        ((3, slots, rank), bf16), ((rows, rank), bf16),
-        ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, pool), f32),
-        ((rows, expand), f32), ((rows, expand), i32), ((rows,), f32),
-    ]  # fmt: skip
-    _, *growth = jax_triton.triton_call(
-        root, candidate_ids, candidate_scores, inputs_table, heads_table, positions, prompt_keys, prompt_values,
-        *weights,
-        kernel=grow_kernel,
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
-        grid=(rank // _COLUMNS,),
-        zeroed_outputs=(0,),
-        num_warps=num_warps,
-        rank=rank,
-        heads=prompt_keys.shape[1],
-        depth=depth,
-        pool=pool,
-        width=width,
-        ahead=ahead,
-        nodes=nodes,
-        groups=groups,
-        groups_padded=triton.next_power_of_2(groups),
-        expand=expand,
-        programs=rank // _COLUMNS,
-        splits=min(16, rank // 32),
-        tile=32 if nodes > 4 else 16,  # noqa: PLR2004
-    )[:8]  # fmt: skip
-    return TreeGrowth(*growth)
