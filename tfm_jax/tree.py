@@ -56,7 +56,16 @@ class NewNodes(NamedTuple):
     ancestors: Bool[Array, "batch width nodes"]  # strict: a node is not its own ancestor
 
 
+class Grown(NamedTuple):
+    """A pruned tree whose growth may have ended before its last step."""
+
+    tree: DraftTree
+    steps: Int[Array, ""]  # calls of `step` that were made
+    waiting: Float[Array, "batch width"]  # scores of the nodes that another call would have expanded; −inf: none
+
+
 type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
+type Worth = Callable[[Int[Array, ""], Float[Array, "batch width"]], Bool[Array, ""]]
 
 
 def top_candidates(logits: Float[Array, "batch depth vocab"], pool: int) -> Candidates:
@@ -215,6 +224,68 @@ def best_first_tree[Carry](
     Raises:
         TfmError: `budget`, `width`, `expand` or `steps` is out of range, or too few steps for a spine.
     """
+    grown, _ = _grow(root, candidate_ids, step, carry, None, _Shape(budget, width, expand, steps, spine=spine))
+    if steps is not None:
+        return _prune(grown, budget, candidate_ids.shape[1], spine=spine)
+    tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in grown[:5])
+    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
+
+
+def grow_while_worth[Carry](
+    root: Int[Array, " batch"],
+    candidate_ids: Int[Array, "batch depth pool"],
+    step: NodeStep[Carry],
+    carry: Carry,
+    worth: Worth,
+    *,
+    budget: int,
+    width: int | None = None,
+    expand: int | None = None,
+    steps: int,
+) -> Grown:
+    """The pruned tree of `best_first_tree` whose growth ends as soon as another step is not worth its time.
+
+    Args:
+        root: as there.
+        candidate_ids: as there.
+        step: as there.
+        carry: as there.
+        worth: `worth(steps, waiting)` is asked after every call but the last, with the calls so far and the scores of
+            the nodes that another would expand; growth goes on while it says so. One answer for the whole batch.
+        budget: as there.
+        width: as there.
+        expand: as there.
+        steps: most calls of `step`.
+
+    Raises:
+        TfmError: as there.
+    """
+    growth, made = _grow(root, candidate_ids, step, carry, worth, _Shape(budget, width, expand, steps, spine=False))
+    tree = _prune(growth, budget, candidate_ids.shape[1], spine=False)
+    width = default_width(budget) if width is None else width
+    return Grown(tree, made, _waiting(growth, made, width))
+
+
+class _Shape(NamedTuple):
+    """What `best_first_tree` is told of a tree's size."""
+
+    budget: int
+    width: int | None
+    expand: int | None
+    steps: int | None
+    spine: bool
+
+
+def _grow[Carry](
+    root: Int[Array, " batch"],
+    candidate_ids: Int[Array, "batch depth pool"],
+    step: NodeStep[Carry],
+    carry: Carry,
+    worth: Worth | None,
+    shape: _Shape,
+) -> tuple[_Growth, Array]:
+    """The growth of a tree, and how many steps it took: all of them unless `worth` says otherwise."""
+    budget, width, expand, steps, spine = shape
     _check_budget(budget)
     depth, pool = candidate_ids.shape[1:]
     width = default_width(budget) if width is None else width
@@ -241,11 +312,24 @@ def best_first_tree[Carry](
         growth, carry = _expand(growth, carry, last, width, candidate_ids, step, seen)
         return _take(growth, 1 + group * width, width, spine=spine), carry
 
-    growth, _ = lax.fori_loop(0, groups, grow, (_start(root, 1 + groups * width, expand), carry))
-    if steps is not None:
-        return _prune(growth, budget, depth, spine=spine)
-    tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
-    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
+    start = (_start(root, 1 + groups * width, expand), carry)
+    if worth is None:
+        return lax.fori_loop(0, groups, grow, start)[0], jnp.int32(groups)
+
+    def going(state: tuple[Array, tuple[_Growth, Carry]]) -> Bool[Array, ""]:
+        made, (growth, _) = state
+        return (made < groups) & ((made == 0) | worth(made, _waiting(growth, made, width)))
+
+    def body(state: tuple[Array, tuple[_Growth, Carry]]) -> tuple[Array, tuple[_Growth, Carry]]:
+        return state[0] + 1, grow(*state)
+
+    made, (growth, _) = lax.while_loop(going, body, (jnp.int32(0), start))
+    return growth, made
+
+
+def _waiting(growth: _Growth, made: Int[Array, ""], width: int) -> Float[Array, "batch width"]:
+    """Scores of the nodes that were taken last; the next step, if any, expands them."""
+    return lax.dynamic_slice_in_dim(growth.scores, jnp.maximum(1 + (made - 1) * width, 0), width, axis=1)
 
 
 def expanded_slots(budget: int, width: int, steps: int | None) -> int:
