@@ -265,11 +265,41 @@ def verify_and_commit(
         drafted: with the verifier `rejection`, the laws that a drawn chain came from; see `verifiers.chain_rejection`.
         left_out: steps that the tree's growth left out; only the choice of budgets asks.
     """
-    lengths = state.target.lengths
     if state.ledger is None:
-        verified, ledger = _verify(modules, state, tree, drafted), None
-    else:
-        tree, verified, ledger = _verify_best(modules, state, tree, state.ledger, left_out)
+        return _verify_and_commit(modules, state, tree, drafted)
+    return _verify_best(modules, state, tree, state.ledger, left_out)
+
+
+def _verify_best(
+    modules: Modules, state: DecodeState, tree: DraftTree, ledger: Ledger, left_out: Int[Array, ""] | int
+) -> tuple[DecodeState, RoundOutput]:
+    """Verifies and commits the first nodes of a tree, as many as `tfm_jax.budget` chooses; enters what that took."""
+    budgets, live = state.plan.tree.budgets, ~state.done
+    promised = jnp.sum(jnp.where(live[:, None], promised_tokens(tree.scores, budgets), 0.0), axis=0)
+    choice = choose_budget(promised, jnp.sum(live), jnp.sum(state.emitted), ledger)
+    nodes = tree.tokens.shape[1]
+
+    def branch(budget: int) -> Callable[[], tuple[DecodeState, RoundOutput]]:
+        def run() -> tuple[DecodeState, RoundOutput]:
+            new_state, output = _verify_and_commit(modules, state, first_nodes(tree, budget), None)
+            return new_state, output._replace(tree=None)
+
+        return run
+
+    new_state, output = lax.switch(choice, [branch(budget) for budget in budgets])
+    seconds = ledger.seconds + round_seconds(choice, left_out, ledger)
+    accepted = ledger.accepted + jnp.sum(jnp.maximum(output.count - 1, 0))
+    ledger = ledger._replace(seconds=seconds, promised=ledger.promised + promised[choice], accepted=accepted)
+    kept = jnp.arange(nodes) <= jnp.asarray(budgets)[choice]
+    return dataclasses.replace(new_state, ledger=ledger), output._replace(tree=drop_nodes(tree, kept))
+
+
+def _verify_and_commit(
+    modules: Modules, state: DecodeState, tree: DraftTree, drafted: Array | None
+) -> tuple[DecodeState, RoundOutput]:
+    """The whole tree, whatever the ledger says."""
+    lengths = state.target.lengths
+    verified = _verify(modules, state, tree, drafted)
     accepted = verified.accepted
     remaining = jnp.where(state.done, 0, state.limit - state.emitted)
     cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
@@ -287,7 +317,6 @@ def verify_and_commit(
         emitted=state.emitted + count,
         done=state.done | cut.done,
         penalties=count_tokens(state.penalties, take_nodes(tree.tokens, path), count),
-        ledger=ledger and ledger._replace(accepted=ledger.accepted + jnp.sum(jnp.maximum(count - 1, 0))),
     )
     return new_state, RoundOutput(
         accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus, verified.logprobs
@@ -311,37 +340,6 @@ def _verify(modules: Modules, state: DecodeState, tree: DraftTree, drafted: Arra
         laws = log_laws(take_nodes(logits, accepted.path), state.temperature)
         logprobs = token_logprobs(laws, accepted.tokens, plan.logprobs)
     return _Verified(accepted, verified.hidden, verified.taps, verified.values, taps, logprobs)
-
-
-def _verify_best(
-    modules: Modules, state: DecodeState, tree: DraftTree, ledger: Ledger, left_out: Int[Array, ""] | int
-) -> tuple[DraftTree, _Verified, Ledger]:
-    """Verifies the first nodes of a tree, as many as `tfm_jax.budget` chooses; returns these and what it spent."""
-    budgets, nodes, live = state.plan.tree.budgets, tree.tokens.shape[1], ~state.done
-    promised = jnp.sum(jnp.where(live[:, None], promised_tokens(tree.scores, budgets), 0.0), axis=0)
-    choice = choose_budget(promised, jnp.sum(live), jnp.sum(state.emitted), ledger)
-
-    def branch(budget: int) -> Callable[[], _Verified]:
-        def pad(rows: Array) -> Array:
-            return jnp.pad(rows, [(0, 0), (0, nodes - rows.shape[1]), *[(0, 0)] * (rows.ndim - 2)])
-
-        def run() -> _Verified:
-            verified = _verify(modules, state, first_nodes(tree, budget), None)
-            padded = jax.tree.map(
-                pad, {name: getattr(verified, name) for name in ("hidden", "taps", "values", "conv_taps")}
-            )
-            return verified._replace(**padded)
-
-        return run
-
-    verified = lax.switch(choice, [branch(budget) for budget in budgets])
-    kept = jnp.arange(nodes) <= jnp.asarray(budgets)[choice]
-    seconds = ledger.seconds + round_seconds(choice, left_out, ledger)
-    return (
-        drop_nodes(tree, kept),
-        verified,
-        ledger._replace(seconds=seconds, promised=ledger.promised + promised[choice]),
-    )
 
 
 def first_logprobs(params: Params, state: DecodeState) -> Logprobs:
