@@ -55,7 +55,7 @@ def measure_costs(
     known, device = METHODS[METHODS.index(method)], device_name()
     ordered = tuple(sorted(set(budgets)))
     ones = (1.0,) * len(ordered)
-    any_costs = Costs(ordered, ones, 1.0, ones, known, device, engine.dtype.name, context)
+    any_costs = Costs(ordered, ones, 0.0, ones, known, device, engine.dtype.name, context)
     prompt = (np.arange(context) % engine.models.target.vocab_size).tolist()
     most = 1 + _ROUNDS_PER_CALL * ((engine.models.drafter.depth if engine.models.drafter else 0) + 1)
 

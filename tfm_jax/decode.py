@@ -279,19 +279,19 @@ def _verify_best(
     choice = choose_budget(promised, jnp.sum(live), jnp.sum(state.emitted), ledger)
     nodes = tree.tokens.shape[1]
 
-    def branch(budget: int) -> Callable[[], tuple[DecodeState, RoundOutput]]:
-        def run() -> tuple[DecodeState, RoundOutput]:
+    def branch(budget: int) -> Callable[[], tuple[DecodeState, dict[str, Any]]]:
+        def run() -> tuple[DecodeState, dict[str, Any]]:
             new_state, output = _verify_and_commit(modules, state, first_nodes(tree, budget), None)
-            return new_state, output._replace(tree=None)
+            return new_state, {name: part for name, part in output._asdict().items() if name != "tree"}
 
         return run
 
     new_state, output = lax.switch(choice, [branch(budget) for budget in budgets])
     seconds = ledger.seconds + round_seconds(choice, left_out, ledger)
-    accepted = ledger.accepted + jnp.sum(jnp.maximum(output.count - 1, 0))
+    accepted = ledger.accepted + jnp.sum(jnp.maximum(output["count"] - 1, 0))
     ledger = ledger._replace(seconds=seconds, promised=ledger.promised + promised[choice], accepted=accepted)
     kept = jnp.arange(nodes) <= jnp.asarray(budgets)[choice]
-    return dataclasses.replace(new_state, ledger=ledger), output._replace(tree=drop_nodes(tree, kept))
+    return dataclasses.replace(new_state, ledger=ledger), RoundOutput(tree=drop_nodes(tree, kept), **output)
 
 
 def _verify_and_commit(
