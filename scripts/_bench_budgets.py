@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from _bench_report import show_budgets
 from _draft_simulation import Chart
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from tfm_jax.budget import Costs, choose_budget, read_costs, round_seconds, start_ledger, worth_a_step
 from tfm_jax.errors import TfmError, require
@@ -131,41 +131,56 @@ def large_sets(
 def judge(chart: Chart, costs: Costs) -> Outcome:
     """All prompts under every budget, and with steps and budget chosen by round."""
     columns = [_walk_fixed(chart, index, seconds) for index, seconds in enumerate(costs.fixed_seconds)]
-    *chosen, steps = _walk_chosen(chart, costs)
-    tokens, seconds, rounds = (np.stack(part, axis=1) for part in zip(*columns, chosen, strict=True))
-    return Outcome(tokens, seconds, rounds, steps)
+    walk = walk_chosen(chart, costs)
+    seconds, rounds, steps = (
+        np.sum([getattr(step, name) * step.live for step in walk], axis=0) for name in ("seconds", "live", "steps")
+    )
+    tokens = np.broadcast_to(chart.lengths[:, None] - 1.0, (len(chart.lengths), len(columns) + 1))
+    fixed_seconds, fixed_rounds = zip(*columns, strict=True)
+    return Outcome(tokens, np.stack([*fixed_seconds, seconds], 1), np.stack([*fixed_rounds, rounds], 1), steps)
 
 
-def _walk_fixed(chart: Chart, index: int, seconds: float) -> tuple[np.ndarray, ...]:
-    """Tokens, seconds and rounds of every prompt with one fixed budget."""
+def _walk_fixed(chart: Chart, index: int, seconds: float) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and rounds of every prompt with one fixed budget."""
     rows, last = np.arange(len(chart.lengths)), chart.lengths - 1
     place, rounds = np.zeros_like(last), np.zeros_like(last)
     while np.any(live := place < last):
         emitted = chart.fixed[rows, np.minimum(place, last), index].astype(place.dtype)
         place, rounds = np.where(live, np.minimum(place + emitted, last), place), rounds + live
-    return last.astype(float), rounds * seconds, rounds
+    return rounds * seconds, rounds
 
 
-def _walk_chosen(chart: Chart, costs: Costs) -> tuple[np.ndarray, ...]:
-    """Tokens, seconds, rounds and steps of every prompt by choice; the arithmetic is the engine's."""
+class ChosenRound(NamedTuple):
+    """The next round of every prompt; what it says of those that have none is without meaning, but for 0 tokens."""
+
+    live: Bool[np.ndarray, " prompts"]
+    steps: Int[np.ndarray, " prompts"]
+    choice: Int[np.ndarray, " prompts"]
+    emitted: Int[np.ndarray, " prompts"]
+    seconds: Float[np.ndarray, " prompts"]
+
+
+def walk_chosen(chart: Chart, costs: Costs) -> list[ChosenRound]:
+    """All rounds with steps and budget by choice; the arithmetic is the engine's."""
     rows, last = np.arange(len(chart.lengths)), chart.lengths - 1
-    place, rounds, steps = (np.zeros_like(last) for _ in range(3))
+    place, walk = np.zeros_like(last), []
     start = start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds)
-    ledger = jax.tree.map(lambda value: jnp.broadcast_to(value, (len(last), *value.shape)), start)
+    ledger = jax.tree.map(lambda value: np.array(jnp.broadcast_to(value, (len(last), *value.shape))), start)
     while np.any(live := place < last):
         at = np.minimum(place, last)
-        made, choice, spent = map(
+        steps, choice, seconds = map(
             np.asarray, _choose(ledger, chart.waiting[rows, at], chart.promised[rows, at], 1 + place)
         )
-        emitted = chart.emitted[rows, at, made - 1, choice].astype(place.dtype)
+        emitted = chart.emitted[rows, at, steps - 1, choice].astype(place.dtype)
         emitted = np.where(live, np.minimum(emitted, last - place), 0)
+        walk.append(ChosenRound(live, steps, choice, emitted, seconds))
         ledger = ledger._replace(
-            seconds=np.where(live, spent, ledger.seconds),
-            promised=ledger.promised + np.where(live, chart.promised[rows, at, made - 1, choice], 0),
+            seconds=ledger.seconds + seconds * live,
+            promised=ledger.promised + chart.promised[rows, at, steps - 1, choice] * live,
             accepted=ledger.accepted + np.maximum(emitted - 1, 0).astype(np.float32),
         )
-        place, rounds, steps = place + emitted, rounds + live, steps + made * live
-    return last.astype(float), np.asarray(ledger.seconds), rounds, steps
+        place = place + emitted
+    return walk
 
 
 @jax.jit
@@ -173,12 +188,12 @@ def _walk_chosen(chart: Chart, costs: Costs) -> tuple[np.ndarray, ...]:
 def _choose(
     ledger: Ledger, waiting: jax.Array, promised: jax.Array, emitted: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Steps, index of the budget, and all seconds after a round."""
+    """Steps, index of the budget, and seconds of a round."""
     most = waiting.shape[0]
     worth = jax.vmap(lambda hits: worth_a_step(hits, emitted, ledger))(waiting[: most - 1])
-    made = 1 + jnp.sum(jnp.cumprod(worth.astype(jnp.int32)))
-    choice = choose_budget(promised[made - 1], jnp.int32(1), emitted, ledger)
-    return made, choice, ledger.seconds + round_seconds(choice, most - made, ledger)
+    steps = 1 + jnp.sum(jnp.cumprod(worth.astype(jnp.int32)))
+    choice = choose_budget(promised[steps - 1], jnp.int32(1), emitted, ledger)
+    return steps, choice, round_seconds(choice, most - steps, ledger)
 
 
 def make_row(

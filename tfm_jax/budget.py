@@ -139,7 +139,7 @@ def choose_budget(
     return jnp.argmax(rows + _trust(ledger) * promised - _rate(emitted, ledger) * ledger.costs).astype(jnp.int32)
 
 
-def round_seconds(choice: Int[Array, ""], left_out: Int[Array, ""], ledger: Ledger) -> Float[Array, ""]:
+def round_seconds(choice: Int[Array, ""], left_out: Int[Array, ""] | int, ledger: Ledger) -> Float[Array, ""]:
     """What a round takes with a budget, and with so many steps left out."""
     return ledger.costs[choice] - left_out * ledger.step_seconds
 
