@@ -13,6 +13,7 @@ one only; intervals by bootstrap over prompts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,34 +167,31 @@ def walk_chosen(chart: Chart, costs: Costs) -> list[ChosenRound]:
     place, walk = np.zeros_like(last), []
     start = start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds)
     ledger = jax.tree.map(lambda value: np.array(jnp.broadcast_to(value, (len(last), *value.shape))), start)
+    choose = jax.jit(jax.vmap(functools.partial(_choose, jnp.asarray(chart.steps))))
     while np.any(live := place < last):
         at = np.minimum(place, last)
-        steps, choice, seconds = map(
-            np.asarray, _choose(ledger, chart.waiting[rows, at], chart.promised[rows, at], 1 + place)
-        )
-        emitted = chart.emitted[rows, at, steps - 1, choice].astype(place.dtype)
+        known = (chart.waiting[rows, at], chart.promised[rows, at], 1 + place)
+        stop, choice, seconds = map(np.asarray, choose(ledger, *known))
+        emitted = chart.emitted[rows, at, stop, choice].astype(place.dtype)
         emitted = np.where(live, np.minimum(emitted, last - place), 0)
-        walk.append(ChosenRound(live, steps, choice, emitted, seconds))
+        walk.append(ChosenRound(live, chart.steps[stop], choice, emitted, seconds))
         ledger = ledger._replace(
             seconds=ledger.seconds + seconds * live,
-            promised=ledger.promised + chart.promised[rows, at, steps - 1, choice] * live,
+            promised=ledger.promised + chart.promised[rows, at, stop, choice] * live,
             accepted=ledger.accepted + np.maximum(emitted - 1, 0).astype(np.float32),
         )
         place = place + emitted
     return walk
 
 
-@jax.jit
-@jax.vmap
 def _choose(
-    ledger: Ledger, waiting: jax.Array, promised: jax.Array, emitted: jax.Array
+    steps: jax.Array, ledger: Ledger, waiting: jax.Array, promised: jax.Array, emitted: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Steps, index of the budget, and seconds of a round."""
-    most = waiting.shape[0]
-    worth = jax.vmap(lambda hits: worth_a_step(hits, emitted, ledger))(waiting[: most - 1])
-    steps = 1 + jnp.sum(jnp.cumprod(worth.astype(jnp.int32)))
-    choice = choose_budget(promised[steps - 1], jnp.int32(1), emitted, ledger)
-    return steps, choice, round_seconds(choice, most - steps, ledger)
+    """Index of the stop, index of the budget, and seconds of a round."""
+    worth = jax.vmap(lambda hits: worth_a_step(hits, emitted, ledger))(waiting[:-1])
+    stop = jnp.sum(jnp.cumprod(worth.astype(jnp.int32)))
+    choice = choose_budget(promised[stop], jnp.int32(1), emitted, ledger)
+    return stop, choice, round_seconds(choice, steps[-1] - steps[stop], ledger)
 
 
 def make_row(

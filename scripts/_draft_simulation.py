@@ -25,7 +25,7 @@ from tfm_jax.decode import Params, bind
 from tfm_jax.engine import Engine
 from tfm_jax.objectives import Drawn, draft_blocks
 from tfm_jax.sampling import AcceptedPath, scaled_noise, walk
-from tfm_jax.tree import DraftTree, default_steps, top_candidates
+from tfm_jax.tree import DraftTree, default_steps, growth_stops, top_candidates
 
 _PROMPTS_AT_ONCE = 4
 _ROUNDS_AT_ONCE = 128
@@ -183,11 +183,11 @@ def simulate(
 class Chart:
     """What a round at any place of any text would do, however far its tree grows and however much of it is verified.
 
-    Entry (prompt, k) belongs to the round whose root is new token k; rows are padded. Step s − 1 of the axis `steps`
-    stands for a tree that grew for s of them.
+    Entry (prompt, k) belongs to the round whose root is new token k; rows are padded.
 
     Attributes:
         lengths: of the texts; a text's last token is no root.
+        steps: numbers of steps after which a tree's growth may end (`tfm_jax.tree.growth_stops`).
         waiting: sum of e^score of the nodes that one more step would expand.
         promised: `tfm_jax.budget.promised_tokens`.
         emitted: tokens, bonus included and as if the text went on.
@@ -195,9 +195,10 @@ class Chart:
     """
 
     lengths: Int[np.ndarray, " prompts"]
-    waiting: Float[np.ndarray, "prompts positions steps"]
-    promised: Float[np.ndarray, "prompts positions steps budgets"]
-    emitted: Int[np.ndarray, "prompts positions steps budgets"]
+    steps: Int[np.ndarray, " stops"]
+    waiting: Float[np.ndarray, "prompts positions stops"]
+    promised: Float[np.ndarray, "prompts positions stops budgets"]
+    emitted: Int[np.ndarray, "prompts positions stops budgets"]
     fixed: Int[np.ndarray, "prompts positions budgets"]
 
 
@@ -224,7 +225,8 @@ def chart_rounds(engine: Engine, positions: Positions, budgets: tuple[int, ...],
         whole[rows, places] = np.concatenate(values)[: len(rows)]
         return whole
 
-    return Chart(positions.lengths, *map(spread, *parts))
+    steps = np.array(growth_stops(default_steps(budgets[-1])))
+    return Chart(positions.lengths, steps, *map(spread, *parts))
 
 
 def _chart(
@@ -241,7 +243,7 @@ def _chart(
         emitted = jnp.sum(on_path[:, None] & (accepted.path[:, None] <= limits[:, None]), axis=2, dtype=jnp.uint8)
         return jnp.sum(jnp.exp(grown.waiting), axis=1), promised_tokens(grown.tree.scores, budgets), emitted
 
-    charted = (jnp.moveaxis(part, 0, 1) for part in lax.map(stop, 1 + jnp.arange(steps)))
+    charted = (jnp.moveaxis(part, 0, 1) for part in lax.map(stop, jnp.array(growth_stops(steps))))
     trees = (weaver.build_tree(*arguments, budget=budget, steps=default_steps(budget)) for budget in budgets)
     fixed = [_accepted(tree, following, depth).count.astype(jnp.uint8) for tree in trees]
     return *charted, jnp.stack(fixed, axis=1)

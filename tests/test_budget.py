@@ -90,10 +90,10 @@ def test_first_round_takes_a_token_from_the_cheapest_round_as_the_price() -> Non
 
 
 def test_a_step_is_made_while_its_promise_is_worth_its_time() -> None:
-    """20 tokens in 4 s so far and 0.1 s a step: it has to bring more than half a token, if promises hold."""
+    """20 tokens in 4 s so far and 0.1 s a step: it has to bring more than half a token, 0.7 of what is promised."""
     past = Ledger(jnp.array([1.0, 2.0]), *map(jnp.float32, (0.1, 3.0, 20.0, 20.0)))
     doubtful = past._replace(accepted=jnp.float32(5))  # of 20 promised: (5 + 10) / (20 + 10) of a promise counts
-    for ledger, enough in ((past, 0.5), (doubtful, 1.0)):
+    for ledger, enough in ((past, 0.5 / 0.7), (doubtful, 1.0 / 0.7)):
         worth = [bool(worth_a_step(jnp.float32(hits), jnp.int32(20), ledger)) for hits in (enough - 0.01, enough + 0.01)]
         assert worth == [False, True]
     assert round_seconds(jnp.int32(1), jnp.int32(3), past) == pytest.approx(1.7)

@@ -20,7 +20,7 @@ from test_tree import VOCAB, assert_well_formed, jit_quickly, node_paths, table_
 from tfm_jax.decode import propose
 from tfm_jax.errors import TfmError
 from tfm_jax.sampling import gumbel_noise
-from tfm_jax.tree import DraftTree, Grown, best_first_tree, ddtree, drop_nodes, first_nodes, grow_while_worth
+from tfm_jax.tree import DraftTree, Grown, best_first_tree, ddtree, drop_nodes, first_nodes, grow_while_worth, growth_stops
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def test_growth_that_ends_early_is_the_tree_of_so_many_steps(seed: int, shape: t
     budget, width, steps = shape
     ids, table = random_round(seed)
     mass = 1.0
-    for made in range(1, steps + 1):
+    for made in growth_stops(steps):
         whole = grow(ids, table, budget=budget, width=width, steps=made, expand=POOL)
         stop = compile_stop(budget=budget, width=width, steps=steps, expand=POOL)
         grown = stop(jnp.array([1]), jnp.asarray(ids)[None], jnp.asarray(table), jnp.int32(made))
@@ -108,7 +108,7 @@ def test_growth_that_ends_early_is_the_tree_of_so_many_steps(seed: int, shape: t
         for name, rows in dataclasses.asdict(whole).items():
             np.testing.assert_array_equal(getattr(grown.tree, name), rows)
         waiting = np.asarray(grown.waiting[0])
-        if made == 1:
+        if made == 1:  # all that was scored
             np.testing.assert_array_equal(waiting, whole.scores[0, 1 : width + 1])
         assert np.exp(waiting).sum() <= mass + 1e-6
         mass = np.exp(waiting).sum()

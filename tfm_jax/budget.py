@@ -30,6 +30,7 @@ from tfm_jax.tree import default_steps
 COSTS_FILE = "costs.json"
 _FORMAT = 2
 _PRIOR = 10.0  # tokens: how long scores are taken at their word
+_CAUGHT = 0.7  # tokens that a step brings for each that its nodes promise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,12 +118,12 @@ def worth_a_step(hits: Float[Array, ""], emitted: Int[Array, ""], ledger: Ledger
 
     Args:
         hits: nodes that it would expand and that are on the target's path, by the scores alone: the sum of their
-            e^score, over the rows that still want tokens. A step brings at most one token beyond each; those after it
-            expand nodes that are no likelier.
+            e^score, over the rows that still want tokens. A step brings at most one token beyond each, and less where
+            the target's choice is not among the children or they are not verified; later steps bring no more.
         emitted: as in `choose_budget`.
         ledger: costs and past rounds.
     """
-    return _trust(ledger) * hits > _rate(emitted, ledger) * ledger.step_seconds
+    return _CAUGHT * _trust(ledger) * hits > _rate(emitted, ledger) * ledger.step_seconds
 
 
 def choose_budget(

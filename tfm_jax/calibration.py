@@ -17,7 +17,7 @@ from tfm_jax.engine import Engine
 from tfm_jax.errors import require
 from tfm_jax.runtime import device_name
 from tfm_jax.state import DecodeState, Ledger
-from tfm_jax.tree import default_steps
+from tfm_jax.tree import default_steps, growth_stops
 
 _ROUNDS_PER_CALL = 8  # as `Engine.generate` does, many rounds run without the host
 _DEAR = 1e6  # tokens' worth of a choice that is not to be made; far above what a round can emit
@@ -35,8 +35,8 @@ def measure_costs(
     """Seconds of a round of one prompt: medians of calls of eight rounds that begin after the same context.
 
     The kinds of rounds take turns, so that a change of the machine's speed meets them all. For the budget "auto" they
-    are those of its own program, held to one choice: each budget with all steps of the Weaver, and the smallest with a
-    single one. The tokens do not matter, only how many there are: the prompt is made up.
+    are those of its own program, held to one choice: each budget with all steps of the Weaver, and the smallest with as
+    few as can be. The tokens do not matter, only how many there are: the prompt is made up.
 
     Args:
         engine: with a drafter.
@@ -65,7 +65,8 @@ def measure_costs(
     states = [begin(budget=budget) for budget in ordered]
     auto = begin(budget="auto", costs=any_costs)
     held = [_hold(len(ordered), choice) for choice in range(len(ordered))]
-    spared = default_steps(ordered[-1]) - 1 if known == "tfm" else 0
+    stops = growth_stops(default_steps(ordered[-1]))
+    spared = stops[-1] - stops[0] if known == "tfm" else 0
     if spared:
         held.append(_hold(len(ordered), 0, left_out=spared))
     states += [dataclasses.replace(auto, ledger=ledger) for ledger in held]
@@ -76,7 +77,7 @@ def measure_costs(
 
 
 def _hold(budgets: int, choice: int, left_out: int = 0) -> Ledger:
-    """A ledger by which every round chooses the same budget, and all steps, or one where the others are left out.
+    """A ledger by which every round chooses the same budget, and all steps unless so many are left out.
 
     Its rate is the tokens so far, because its seconds stay what they are.
     """

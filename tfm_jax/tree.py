@@ -25,6 +25,7 @@ from tfm_jax.state import pytree_dataclass
 
 MAX_BUDGET = 255
 MAX_WIDTH = 32
+STEPS_AT_ONCE = 2  # between two questions whether growth should go on
 
 
 @pytree_dataclass
@@ -250,8 +251,8 @@ def grow_while_worth[Carry](
         candidate_ids: as there.
         step: as there.
         carry: as there.
-        worth: `worth(steps, waiting)` is asked after every call but the last, with the calls so far and the scores of
-            the nodes that another would expand; growth goes on while it says so. One answer for the whole batch.
+        worth: `worth(steps, waiting)` is asked at all `growth_stops` but the last, with the calls so far and the scores
+            of the nodes that another would expand; growth goes on while it says so. One answer for the whole batch.
         budget: as there.
         width: as there.
         expand: as there.
@@ -316,20 +317,31 @@ def _grow[Carry](
     if worth is None:
         return lax.fori_loop(0, groups, grow, start)[0], jnp.int32(groups)
 
+    first, *_ = growth_stops(groups)
+
     def going(state: tuple[Array, tuple[_Growth, Carry]]) -> Bool[Array, ""]:
         made, (growth, _) = state
-        return (made < groups) & ((made == 0) | worth(made, _waiting(growth, made, width)))
+        return (made < groups) & worth(made, _waiting(growth, made, width))
 
     def body(state: tuple[Array, tuple[_Growth, Carry]]) -> tuple[Array, tuple[_Growth, Carry]]:
-        return state[0] + 1, grow(*state)
+        made, grown = state
+        return made + STEPS_AT_ONCE, lax.fori_loop(0, STEPS_AT_ONCE, lambda more, grown: grow(made + more, grown), grown)
 
-    made, (growth, _) = lax.while_loop(going, body, (jnp.int32(0), start))
+    made, (growth, _) = lax.while_loop(going, body, (jnp.int32(first), lax.fori_loop(0, first, grow, start)))
     return growth, made
 
 
 def _waiting(growth: _Growth, made: Int[Array, ""], width: int) -> Float[Array, "batch width"]:
     """Scores of the nodes that were taken last; the next step, if any, expands them."""
     return lax.dynamic_slice_in_dim(growth.scores, jnp.maximum(1 + (made - 1) * width, 0), width, axis=1)
+
+
+def growth_stops(steps: int) -> range:
+    """Numbers of calls after which `grow_while_worth` may end: the last is `steps`, the others lie two apart.
+
+    A GPU has to wait for each answer, which takes it about a third of a step's time.
+    """
+    return range((steps - 1) % STEPS_AT_ONCE + 1, steps + 1, STEPS_AT_ONCE)
 
 
 def expanded_slots(budget: int, width: int, steps: int | None) -> int:
