@@ -119,9 +119,7 @@ def read_record(path: Path, costs: Costs) -> Record:
     return Record(chart, sets)
 
 
-def large_sets(
-    sets: dict[str, Int[np.ndarray, " prompts"]], smallest: int
-) -> dict[str, Int[np.ndarray, " prompts"]]:
+def large_sets(sets: dict[str, Int[np.ndarray, " prompts"]], smallest: int) -> dict[str, Int[np.ndarray, " prompts"]]:
     """Sets of enough prompts; all that are too small make one."""
     large = {name: prompts for name, prompts in sets.items() if len(prompts) >= smallest}
     small = {name: prompts for name, prompts in sets.items() if name not in large}

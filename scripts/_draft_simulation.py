@@ -23,9 +23,10 @@ from tfm_jax.config import Models
 from tfm_jax.data import Continuations
 from tfm_jax.decode import Params, bind
 from tfm_jax.engine import Engine
+from tfm_jax.growth import default_steps, growth_stops
 from tfm_jax.objectives import Drawn, draft_blocks
 from tfm_jax.sampling import AcceptedPath, scaled_noise, walk
-from tfm_jax.tree import DraftTree, default_steps, growth_stops, top_candidates
+from tfm_jax.tree import DraftTree, top_candidates
 
 _PROMPTS_AT_ONCE = 4
 _ROUNDS_AT_ONCE = 128
@@ -187,7 +188,7 @@ class Chart:
 
     Attributes:
         lengths: of the texts; a text's last token is no root.
-        steps: numbers of steps after which a tree's growth may end (`tfm_jax.tree.growth_stops`).
+        steps: numbers of steps after which a tree's growth may end (`tfm_jax.growth.growth_stops`).
         waiting: sum of e^score of the nodes that one more step would expand.
         promised: `tfm_jax.budget.promised_tokens`.
         emitted: tokens, bonus included and as if the text went on.
@@ -254,7 +255,7 @@ def _inputs(
 ) -> tuple[Drafts, Int[np.ndarray, "batch steps"]]:
     """What rounds at these places draft from, and what follows their roots."""
     following = positions.following[rows[:, None], places[:, None] + np.arange(1, depth + 2)]
-    return Drafts(*(part[rows, places] for part in positions[:6])), following
+    return Drafts(*(jnp.asarray(part[rows, places]) for part in positions[:6])), following
 
 
 def _accepted(tree: DraftTree, following: Int[Array, "batch steps"], depth: int) -> AcceptedPath:

@@ -84,8 +84,8 @@ def test_fixed_and_chosen_budgets_on_rounds_counted_by_hand() -> None:
     fixed[0, ::2, 1] = 2
     chart = Chart(np.array([5]), np.array([1, 2]), waiting, promised, emitted, fixed)
     outcome = judge(chart, Costs((1, 3), (1.0, 1.5), 0.25, (0.5, 0.75), "tfm", "cpu", "float32", 8))
-    # Round 1, rate 1: step 2 is made (0.7 x 0.4 > 0.25) and 3 nodes are verified (0.9 - 1.5 > 0.1 - 1): 2 tokens in 1.5 s.
-    # Round 2, rate 3 / 2.5, trust 11 / 10.9: no step 2 (0.7 x 0.404 < 0.3), 3 nodes (0.908 - 1.8 > 0.101 - 1.2): 1.25 s.
+    # Round 1, rate 1: step 2 (0.7 x 0.4 > 0.25), then 3 nodes (0.9 - 1.5 > 0.1 - 1): 2 tokens in 1.5 s.
+    # Round 2, rate 3 / 2.5, trust 11 / 10.9: no step 2 (0.7 x 0.404 < 0.3), 3 nodes (0.908 - 1.8 > 0.101 - 1.2): 1.25 s
     np.testing.assert_allclose(outcome.tokens, [[4, 4, 4]])
     np.testing.assert_allclose(outcome.seconds, [[4 * 0.5, 2 * 0.75, 2.75]])
 

@@ -74,7 +74,10 @@ def test_rule_maximises_tokens_less_their_price() -> None:
         spent, hoped, kept = rng.uniform(0, 50, 3).astype(np.float32)
         emitted = int(rng.integers(1, 100))
         choice = choose_budget(
-            jnp.asarray(promised), jnp.int32(1), jnp.int32(emitted), Ledger(jnp.asarray(costs), *map(jnp.float32, (0, spent, hoped, kept)))
+            jnp.asarray(promised),
+            jnp.int32(1),
+            jnp.int32(emitted),
+            Ledger(jnp.asarray(costs), *map(jnp.float32, (0, spent, hoped, kept))),
         )
         gains = (kept + 10) / (hoped + 10) * promised - emitted / (spent + costs[0]) * costs
         assert int(choice) == int(np.argmax(gains))
@@ -94,7 +97,9 @@ def test_a_step_is_made_while_its_promise_is_worth_its_time() -> None:
     past = Ledger(jnp.array([1.0, 2.0]), *map(jnp.float32, (0.1, 3.0, 20.0, 20.0)))
     doubtful = past._replace(accepted=jnp.float32(5))  # of 20 promised: (5 + 10) / (20 + 10) of a promise counts
     for ledger, enough in ((past, 0.5 / 0.7), (doubtful, 1.0 / 0.7)):
-        worth = [bool(worth_a_step(jnp.float32(hits), jnp.int32(20), ledger)) for hits in (enough - 0.01, enough + 0.01)]
+        worth = [
+            bool(worth_a_step(jnp.float32(hits), jnp.int32(20), ledger)) for hits in (enough - 0.01, enough + 0.01)
+        ]
         assert worth == [False, True]
     assert round_seconds(jnp.int32(1), jnp.int32(3), past) == pytest.approx(1.7)
 

@@ -1,4 +1,4 @@
-"""The rule that chooses steps and budget leaves the target's law exact, by enumeration; one that sees coins does not."""
+"""The rule that chooses steps and budget keeps the target's law, by enumeration; one that sees coins does not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from test_verifiers import NODES, VOCAB, Case, check_coins, check_traversal, run
 from weavers import jit_quickly
 
 from tfm_jax.budget import choose_budget, promised_tokens, worth_a_step
+from tfm_jax.growth import NewNodes, grow_while_worth
 from tfm_jax.state import Ledger
-from tfm_jax.tree import NewNodes, first_nodes, grow_while_worth
+from tfm_jax.tree import first_nodes
 from tfm_jax.verifiers import target_only, traversal
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,9 @@ from test_tree import VOCAB, assert_well_formed, jit_quickly, node_paths, table_
 
 from tfm_jax.decode import propose
 from tfm_jax.errors import TfmError
+from tfm_jax.growth import Grown, best_first_tree, grow_while_worth, growth_stops
 from tfm_jax.sampling import gumbel_noise
-from tfm_jax.tree import DraftTree, Grown, best_first_tree, ddtree, drop_nodes, first_nodes, grow_while_worth, growth_stops
+from tfm_jax.tree import DraftTree, ddtree, drop_nodes, first_nodes
 
 pytestmark = pytest.mark.slow
 

@@ -24,8 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tfm_jax.config import Method
 from tfm_jax.errors import TfmError, require
+from tfm_jax.growth import default_steps
 from tfm_jax.state import Ledger
-from tfm_jax.tree import default_steps
 
 COSTS_FILE = "costs.json"
 _FORMAT = 2
@@ -65,7 +65,9 @@ class Costs:
             message = f"costs need ascending budgets, each with its seconds: {found}."
             raise TfmError(message)
         if not 0 <= self.step_seconds * (default_steps(self.budgets[-1]) - 1) < min(self.seconds):
-            message = f"costs need the seconds of a step, at least 0 and all together below a round's: {self.step_seconds}."
+            message = (
+                f"costs need the seconds of a step, at least 0 and all together below a round's: {self.step_seconds}."
+            )
             raise TfmError(message)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,10 @@ from tfm_jax.config import METHODS
 from tfm_jax.decode import run_rounds, start_transcript
 from tfm_jax.engine import Engine
 from tfm_jax.errors import require
+from tfm_jax.growth import default_steps, growth_stops
+from tfm_jax.request import Options
 from tfm_jax.runtime import device_name
 from tfm_jax.state import DecodeState, Ledger
-from tfm_jax.tree import default_steps, growth_stops
 
 _ROUNDS_PER_CALL = 8  # as `Engine.generate` does, many rounds run without the host
 _DEAR = 1e6  # tokens' worth of a choice that is not to be made; far above what a round can emit
@@ -59,11 +61,12 @@ def measure_costs(
     prompt = (np.arange(context) % engine.models.target.vocab_size).tolist()
     most = 1 + _ROUNDS_PER_CALL * ((engine.models.drafter.depth if engine.models.drafter else 0) + 1)
 
-    def begin(**options: object) -> DecodeState:
-        return engine.prefill([prompt], method=known, max_new_tokens=most, ignore_eos=True, **options)
+    def begin(budget: int | Literal["auto"]) -> DecodeState:
+        options = Options(method=known, budget=budget, costs=any_costs, max_new_tokens=most, ignore_eos=True)
+        return engine.prefill([prompt], **options)
 
-    states = [begin(budget=budget) for budget in ordered]
-    auto = begin(budget="auto", costs=any_costs)
+    states = [begin(budget) for budget in ordered]
+    auto = begin("auto")
     held = [_hold(len(ordered), choice) for choice in range(len(ordered))]
     stops = growth_stops(default_steps(ordered[-1]))
     spared = stops[-1] - stops[0] if known == "tfm" else 0

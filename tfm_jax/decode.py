@@ -29,19 +29,11 @@ from tfm_jax.commit import commit_path, take_nodes
 from tfm_jax.config import DecodePlan, Models
 from tfm_jax.dflash import Drafter, empty_caches
 from tfm_jax.filters import count_tokens, filter_logits, log_laws, node_laws, penalise
+from tfm_jax.growth import default_steps
 from tfm_jax.sampling import AcceptedPath, Logprobs, cut_at_stop, node_choices, scaled_noise, token_logprobs
 from tfm_jax.state import DecodeState, DeltaTape, Filters, KVRows, Ledger, write_rows
 from tfm_jax.target import Target, empty_target_state
-from tfm_jax.tree import (
-    DraftTree,
-    chain_tree,
-    conv_taps,
-    ddtree,
-    default_steps,
-    drop_nodes,
-    first_nodes,
-    top_candidates,
-)
+from tfm_jax.tree import DraftTree, chain_tree, conv_taps, ddtree, drop_nodes, first_nodes, top_candidates
 from tfm_jax.verifiers import accept, draft_noise
 from tfm_jax.weaver import Weaver
 

@@ -25,9 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
-from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
-from tfm_jax.tree import (
-    DraftTree,
+from tfm_jax.growth import (
     Grown,
     NewNodes,
     NodeStep,
@@ -37,6 +35,8 @@ from tfm_jax.tree import (
     expanded_slots,
     grow_while_worth,
 )
+from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
+from tfm_jax.tree import DraftTree
 
 NORM_EPS = 1e-6
 POSITION_SCALE = 0.02
@@ -312,7 +312,7 @@ class Weaver(nnx.Module):
         tables: WeaverTables,
         slots: int,
     ) -> tuple[NodeStep[NodeCache], NodeCache]:
-        """The step that expands nodes of this round's tree, and the empty cache of `slots` nodes that it starts from."""
+        """The step that expands nodes of this round's tree, and the empty cache that it starts from."""
         config = self.config
         prompt = self.prompt(feature, draft_hidden)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
