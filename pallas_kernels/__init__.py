@@ -21,10 +21,12 @@ S ← e^g S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq (Yang et al. 2024
 
 from __future__ import annotations
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
 from pallas_kernels.dispatch import Implementation, Precision, call, default_implementation, implementations
+from pallas_kernels.xla import take_nodes
+from pallas_kernels.xla_commit import write_rows
 
 __all__ = [
     "GdnChunkResult",
@@ -32,14 +34,18 @@ __all__ = [
     "Implementation",
     "Precision",
     "Prefix",
+    "commit_rows",
+    "commit_states",
     "default_implementation",
     "gdn_chunk",
-    "gdn_commit",
     "gdn_tree_verify",
     "implementations",
     "l2_normalise",
+    "take_nodes",
+    "top_k",
     "tree_attention",
     "tree_conv",
+    "write_rows",
 ]
 
 
@@ -96,36 +102,79 @@ def gdn_tree_verify(
     return call("gdn_tree_verify", implementation, *operands, precision=precision)
 
 
-def gdn_commit(
-    state: Float[Array, "batch value_heads key value"],
-    key: Float[Array, "batch nodes key_heads key"],
-    update: Float[Array, "batch nodes value_heads value"],
-    path_decay: Float[Array, "batch nodes value_heads"],
+def commit_states(
+    states: tuple[Float[Array, "batch value_heads key value"], ...],
+    keys: tuple[Float[Array, "batch nodes key_heads key"], ...],
+    updates: tuple[Float[Array, "batch nodes value_heads value"], ...],
+    path_decays: tuple[Float[Array, "batch nodes value_heads"], ...],
     path: Int[Array, "batch steps"],
     count: Int[Array, " batch"],
     *,
     implementation: Implementation = "auto",
-) -> Float[Array, "batch value_heads key value"]:
-    """State after the accepted path: S ← e^{G_leaf} S + Σ_j e^{G_leaf − G_j} k_j u_jᵀ.
+) -> tuple[Float[Array, "batch value_heads key value"], ...]:
+    """States of all layers after the accepted path: S ← e^{G_leaf} S + Σ_j e^{G_leaf − G_j} k_j u_jᵀ.
 
     Args:
-        state: the state that verification read.
-        key: raw keys, as given to verification.
-        update: updates that verification returned.
-        path_decay: path decays that it returned.
+        states: per layer, the state that verification read; in place where it is donated.
+        keys: per layer, the raw keys as given to verification.
+        updates: per layer, the updates that verification returned.
+        path_decays: per layer, the path decays that it returned.
         path: node indices, root first; entries at and beyond `count` are ignored.
-        count: accepted nodes; a row with 0 gets its state back bit for bit.
+        count: accepted nodes; a row with 0 gets its states back bit for bit.
         implementation: see the module.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
     """
-    _check_heads(key, key, update)
-    _check_state(state, key, update)
-    _check_shape("path_decay", path_decay, update.shape[:3], "batch, nodes, value_heads")
-    _check_shape("path", path, (len(state), *path.shape[1:2]), "batch, steps")
-    _check_shape("count", count, (len(state),), "batch")
-    return call("gdn_commit", implementation, state, key, update, path_decay, path, count)
+    if not states:
+        return ()
+    for state, key, update, path_decay in zip(states, keys, updates, path_decays, strict=True):
+        _check_heads(key, key, update)
+        _check_state(state, key, update)
+        _check_shape("path_decay", path_decay, update.shape[:3], "batch, nodes, value_heads")
+    _check_path(path, count, len(states[0]))
+    return call("commit_states", implementation, states, keys, updates, path_decays, path, count)
+
+
+def commit_rows(
+    windows: tuple[Float[Array, "batch window channels"], ...],
+    inputs: tuple[Float[Array, "batch nodes channels"], ...],
+    taps: Int[Array, "batch nodes width"],
+    caches: tuple[Shaped[Array, "batch kv_heads capacity head"], ...],
+    rows: tuple[Shaped[Array, "batch nodes kv_heads head"], ...],
+    lengths: Int[Array, " batch"],
+    path: Int[Array, "batch steps"],
+    count: Int[Array, " batch"],
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Convolution windows and K/V caches of all layers after the accepted path.
+
+    Args:
+        windows: per layer with a convolution, the inputs committed last, oldest first; in place where donated.
+        inputs: per such layer, the nodes' inputs of the convolution.
+        taps: as given to `tree_conv`.
+        caches: keys and values of the attention layers, each an entry of its own; in place where donated.
+        rows: per cache, the nodes' rows.
+        lengths: row of the caches that the root goes to; rows beyond the capacity fall on the last one.
+        path: node indices, root first; entries at and beyond `count` are ignored.
+        count: accepted nodes; a row with 0 keeps everything bit for bit.
+        implementation: see the module.
+
+    Returns:
+        Windows and caches.
+
+    Raises:
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+    """
+    batch, nodes = taps.shape[:2]
+    for window, channels in zip(windows, inputs, strict=True):
+        _check_shape("window", window, (batch, *window.shape[1:2], channels.shape[2]), "batch, window, channels")
+        _check_shape("inputs", channels, (batch, nodes, channels.shape[2]), "batch, nodes, channels")
+    for cache, new in zip(caches, rows, strict=True):
+        _check_shape("rows", new, (batch, nodes, cache.shape[1], cache.shape[3]), "batch, nodes, kv_heads, head")
+    _check_path(path, count, batch)
+    return call("commit_rows", implementation, windows, inputs, taps, caches, rows, lengths, path, count)
 
 
 def gdn_chunk(
@@ -244,6 +293,31 @@ def tree_attention(
     return call("tree_attention", implementation, query, key, value, mask, prefix, window=window)
 
 
+def top_k(
+    logits: Float[Array, "*batch vocab"], k: int, *, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    """The `k` largest logits of every row in float32, best first, and their int32 ids; the lowest id wins a tie.
+
+    What `lax.top_k` gives for the float32 row: floats are ordered by their bits, so −0 is below 0. NaNs come first in
+    the form "xla"; the others put those whose sign bit is set below −inf.
+
+    Args:
+        logits: float32 or bfloat16; compared as float32.
+        k: 1 to vocab.
+        implementation: see the module.
+
+    Raises:
+        ValueError: k is out of range, or an implementation that is unknown or cannot take this.
+    """
+    vocab = logits.shape[-1]
+    if not 1 <= k <= vocab:
+        message = f"k is {k}, expected 1 to {vocab}, the logits in a row"
+        raise ValueError(message)
+    values, ids = call("top_k", implementation, logits.reshape(-1, vocab), k=k)
+    shape = (*logits.shape[:-1], k)
+    return values.reshape(shape), ids.reshape(shape)
+
+
 def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> None:
     if x.shape != expected:
         message = f"{name} has shape {x.shape}, expected {expected} = [{axes}]"
@@ -261,6 +335,11 @@ def _check_heads(query: Array, key: Array, value: Array) -> None:
 def _check_gates(value: Array, log_decay: Array, beta: Array) -> None:
     _check_shape("log_decay", log_decay, value.shape[:3], "batch, nodes, value_heads")
     _check_shape("beta", beta, value.shape[:3], "batch, nodes, value_heads")
+
+
+def _check_path(path: Array, count: Array, batch: int) -> None:
+    _check_shape("path", path, (batch, *path.shape[1:2]), "batch, steps")
+    _check_shape("count", count, (batch,), "batch")
 
 
 def _check_state(state: Array, key: Array, value: Array) -> None:

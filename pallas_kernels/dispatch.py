@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +22,42 @@ if TYPE_CHECKING:
 type Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
 type Precision = Literal["default", "highest"]
 
-# The module of each form, the fastest first. A form for GPUs also has `unsupported`, which takes the same arguments and
-# says in one sentence which of them it cannot take, or nothing.
-_FORMS: dict[str, dict[str, str]] = {
-    "l2_normalise": {"xla": "xla", "reference": "reference"},
-    "gdn_tree_verify": {"xla": "xla", "reference": "reference"},
-    "gdn_commit": {"xla": "xla", "reference": "reference"},
-    "gdn_chunk": {"xla": "xla", "reference": "reference"},
-    "tree_conv": {"xla": "xla", "reference": "reference"},
-    "tree_attention": {"xla": "xla_attention", "reference": "reference"},
+
+class _Form(NamedTuple):
+    """Where a form is. The function has the operation's name.
+
+    `check`, of forms for GPUs, takes the same arguments and says in a sentence which the form cannot take, or nothing.
+    """
+
+    module: str
+    check: str = "unsupported"
+
+
+_REFERENCE = _Form("reference")
+_XLA = _Form("xla")
+_FORMS: dict[str, dict[str, _Form]] = {  # the fastest first
+    "l2_normalise": {"xla": _XLA, "reference": _REFERENCE},
+    "gdn_tree_verify": {
+        "mosaic": _Form("mosaic_gdn"),
+        "triton": _Form("triton_gdn"),
+        "xla": _XLA,
+        "reference": _REFERENCE,
+    },
+    "commit_states": {"mosaic": _Form("mosaic_commit"), "xla": _Form("xla_commit"), "reference": _REFERENCE},
+    "commit_rows": {
+        "mosaic": _Form("mosaic_commit", "unsupported_rows"),
+        "xla": _Form("xla_commit"),
+        "reference": _REFERENCE,
+    },
+    "gdn_chunk": {"mosaic": _Form("mosaic_chunk"), "xla": _XLA, "reference": _REFERENCE},
+    "tree_conv": {"xla": _XLA, "reference": _REFERENCE},
+    "tree_attention": {
+        "mosaic": _Form("mosaic_attention"),
+        "triton": _Form("triton_attention"),
+        "xla": _Form("xla_attention"),
+        "reference": _REFERENCE,
+    },
+    "top_k": {"triton": _Form("triton_top_k"), "xla": _Form("xla_top_k"), "reference": _REFERENCE},
 }
 _GPU_FORMS = ("mosaic", "triton")
 _log = logging.getLogger("pallas_kernels")
@@ -63,9 +90,8 @@ def call(op: str, implementation: str, *arrays: Any, precision: str | None = Non
     """
     forms = _FORMS[op]
     if implementation not in ("auto", *forms):
-        message = (
-            f"unknown implementation {implementation!r} of {op}, choose from {', '.join(map(repr, forms))}, 'auto'"
-        )
+        known = ", ".join(map(repr, ("auto", *forms)))
+        message = f"unknown implementation {implementation!r} of {op}, choose from {known}"
         raise ValueError(message)
     if precision not in (None, "default", "highest"):
         message = f"unknown precision {precision!r}, choose from 'default', 'highest'"
@@ -78,7 +104,7 @@ def call(op: str, implementation: str, *arrays: Any, precision: str | None = Non
     wanted = [form for form in forms if form in _GPU_FORMS and implementation in ("auto", form)]
     reasons = []
     for form in wanted:
-        reason = _device_lacks(form) or _module(op, form).unsupported(*arrays, **options)
+        reason = _device_lacks(form) or _check(op, form)(*arrays, **options)
         if reason is None:
             _say_once(op, form, "")
             chosen = options if precision is None else {**options, "precision": precision}
@@ -93,11 +119,15 @@ def call(op: str, implementation: str, *arrays: Any, precision: str | None = Non
 
 def _module(op: str, form: str) -> ModuleType:
     """Imported when first needed: Mosaic and Triton take a second that a CPU need not spend."""
-    return importlib.import_module(f"pallas_kernels.{_FORMS[op][form]}")
+    return importlib.import_module(f"pallas_kernels.{_FORMS[op][form].module}")
 
 
 def _function(op: str, form: str) -> Callable:
     return getattr(_module(op, form), op)
+
+
+def _check(op: str, form: str) -> Callable:
+    return getattr(_module(op, form), _FORMS[op][form].check)
 
 
 @functools.cache
