@@ -1,4 +1,4 @@
-"""How many nodes of a tree to verify: as many as are worth their time.
+"""How far to grow a tree and how many of its nodes to verify: as far and as many as are worth their time.
 
 A tree's scores say how likely the target is to follow each node, so that the sum of e^score over the first b nodes,
 plus one for the bonus, is the number of tokens that a round with b of them should emit. Verifying more takes longer.
@@ -7,9 +7,15 @@ Over a whole text the fastest choice is the one that maximises, in every round,
     expected tokens(b) − rate · seconds(b)
 
 where the rate is the tokens per second that one achieves in the end (Dinkelbach 1967, Management Science 13:492, on
-ratios of sums); the rate so far stands in for it. Scores may be too low or too high on the whole, at temperature 0 for
-one; so what they promise is scaled by what past promises were worth. Nothing here looks at the target's draws of the
-round to come. With the rule `target_only` nothing could go wrong if it did: the text does not depend on the tree.
+ratios of sums); the rate so far stands in for it. Growth is judged in the same way before the tree is there: the nodes
+that the next step of the Weaver would expand are on the target's path with the probability that their scores say, a
+step emits at most one token beyond each, and later steps expand nodes that are no likelier. So growth ends once
+
+    expected tokens of a step ≤ rate · seconds of a step.
+
+Scores may be too low or too high on the whole, at temperature 0 for one; so what they promise is scaled by what past
+promises were worth. Nothing here looks at the target's draws of the round to come. With the rule `target_only` nothing
+could go wrong if it did: the text does not depend on the tree.
 """
 
 from __future__ import annotations
