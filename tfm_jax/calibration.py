@@ -21,7 +21,7 @@ from tfm_jax.request import Options
 from tfm_jax.runtime import device_name
 from tfm_jax.state import DecodeState, Ledger
 
-_ROUNDS_PER_CALL = 8  # as `Engine.generate` does, many rounds run without the host
+_ROUNDS_PER_CALL = 16  # as `Engine.generate` does, many rounds run without the host
 _DEAR = 1e6  # tokens' worth of a choice that is not to be made; far above what a round can emit
 
 
@@ -31,10 +31,10 @@ def measure_costs(
     method: str = "tfm",
     budgets: Sequence[int] = (7, 15, 31, 63),
     context: int = 512,
-    rounds: int = 40,
+    rounds: int = 80,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Costs:
-    """Seconds of a round of one prompt: medians of calls of eight rounds that begin after the same context.
+    """Seconds of a round of one prompt: medians of calls of 16 rounds that begin after the same context.
 
     The kinds of rounds take turns, so that a change of the machine's speed meets them all. For the budget "auto" they
     are those of its own program, held to one choice: each budget with all steps of the Weaver, and the smallest with as
