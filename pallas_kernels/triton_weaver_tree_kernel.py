@@ -421,7 +421,7 @@ def grow_kernel(
     splits: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Grows the tree; `tfm_jax.best_first.best_first_tree` says what the steps are.
+    """Grows the tree; `tfm_jax.growth.best_first_tree` says what the steps are.
 
     A step's nodes are `width` frontier entries, then a guessed child of each, then a guessed child of each of these,
     `ahead` times; in the first step they are one chain from the root. Group g holds the slots from

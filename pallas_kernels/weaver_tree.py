@@ -1,4 +1,4 @@
-"""Growth of a Weaver's tree in one kernel, where there is one; elsewhere `tfm_jax.best_first` does the same in XLA.
+"""Growth of a Weaver's tree in one kernel, where there is one; elsewhere `tfm_jax.growth` does the same in XLA.
 
 The kernel is for batch 1 and a Weaver of generation w1 with one layer, in bfloat16.
 """

@@ -17,9 +17,9 @@ from test_tree import assert_well_formed, node_paths
 
 from pallas_kernels import weaver_tree
 from pallas_kernels.weaver_tree import PATH, TreeGrowth
-from tfm_jax.best_first import grown_tree
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
+from tfm_jax.growth import grown_tree
 from tfm_jax.tree import DraftTree
 from tfm_jax.weaver import Weaver, WeaverTables
 

@@ -208,7 +208,7 @@ def check_request(
             joint=_is_joint(filter_order),
         ),
         penalties=_penalties(prompts, vocab, repetition_penalty, frequency_penalty, presence_penalty),
-        ledger=start_ledger(jnp.asarray(costs.seconds, jnp.float32)) if budgets and costs else None,
+        ledger=start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds) if budgets and costs else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Draft trees: builders with fixed shapes, and the index tables that verification reads; see also `best_first`.
+"""Draft trees: three builders with fixed shapes, and the index tables that verification reads.
 
 Conventions. A tree has `budget + 1` slots; slot 0 is the root (the last emitted token, depth 0) and parents have
 smaller slots than their children. Row d of the candidates holds the possible children of depth-d nodes, the same set
@@ -245,7 +245,11 @@ def _padded_top_k(scores: Float[Array, "batch entries"], count: int) -> tuple[Ar
 
 
 def check_budget(budget: int) -> None:
-    """Refuses a budget that no tree has."""
+    """Refuses a number of draft nodes that is out of range.
+
+    Raises:
+        TfmError: it is.
+    """
     if not 1 <= budget <= MAX_BUDGET:
         message = f"The budget is {budget}; use 1 to {MAX_BUDGET} draft nodes."
         raise TfmError(message)

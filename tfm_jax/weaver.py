@@ -24,9 +24,20 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import weaver_tree
-from tfm_jax.best_first import NewNodes, best_first_tree, check_growth, default_width, expanded_slots, grown_tree
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
+from tfm_jax.growth import (
+    Grown,
+    NewNodes,
+    NodeStep,
+    Worth,
+    best_first_tree,
+    check_growth,
+    default_width,
+    expanded_slots,
+    grow_while_worth,
+    grown_tree,
+)
 from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
 from tfm_jax.tree import DraftTree
 
@@ -274,25 +285,66 @@ class Weaver(nnx.Module):
         Raises:
             TfmError: a size is out of range.
         """
-        config = self.config
-        prompt = self.prompt(feature, draft_hidden)
-        width = default_width(budget) if width is None else width
         depth, pool = candidate_ids.shape[1:]
+        width = default_width(budget) if width is None else width
         expand = min(8, pool) if expand is None else expand
         check_growth(
             budget=budget, depth=depth, pool=pool, width=width, expand=expand, steps=steps, spine=spine, ahead=ahead
         )
+        prompt = self.prompt(feature, draft_hidden)
         groups = -(-budget // width) if steps is None else steps
         sizes = {"width": width, "groups": groups, "expand": expand, "ahead": ahead}
         growth = None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, **sizes)
         if growth is not None:
             return grown_tree(growth, budget=budget, max_depth=depth, pruned=steps is not None)
+        slots = expanded_slots(budget, width, steps, ahead)
+        step, cache = self._expansion(prompt, candidate_ids, candidate_scores, tables, slots, guesses=ahead > 0)
+        return best_first_tree(
+            root, candidate_ids, step, cache,
+            budget=budget, width=width, expand=expand, steps=steps, spine=spine, ahead=ahead,
+        )  # fmt: skip
+
+    def grow_tree(
+        self,
+        root: Int[Array, " batch"],
+        feature: Float[Array, "batch hidden"],
+        draft_hidden: Float[Array, "batch depth hidden"],
+        candidate_ids: Int[Array, "batch depth pool"],
+        candidate_scores: Float[Array, "batch depth pool"],
+        tables: WeaverTables,
+        worth: Worth,
+        *,
+        budget: int,
+        steps: int,
+    ) -> Grown:
+        """The pruned tree of `build_tree`, grown only as far as `worth` says: see `grow_while_worth`.
+
+        Raises:
+            TfmError: a size is out of range.
+        """
+        slots = expanded_slots(budget, default_width(budget), steps)
+        prompt = self.prompt(feature, draft_hidden)
+        step, cache = self._expansion(prompt, candidate_ids, candidate_scores, tables, slots, guesses=False)
+        return grow_while_worth(root, candidate_ids, step, cache, worth, budget=budget, steps=steps)
+
+    def _expansion(
+        self,
+        prompt: WeaverPrompt,
+        candidate_ids: Array,
+        candidate_scores: Array,
+        tables: WeaverTables,
+        slots: int,
+        *,
+        guesses: bool,
+    ) -> tuple[NodeStep[NodeCache], NodeCache]:
+        """The step that expands nodes of this round's tree, and the empty cache that it starts from."""
+        config = self.config
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
         scores = candidate_scores.astype(jnp.float32)
 
         def step(cache: NodeCache, nodes: NewNodes) -> tuple[NodeCache, Array]:
             ancestors, among = nodes.ancestors, None
-            if ahead:
+            if guesses:
                 rows = nodes.tokens.shape[1]
                 among = jax.lax.dynamic_slice_in_dim(ancestors, nodes.first_slot, rows, axis=2)
                 ancestors &= jnp.arange(slots) < nodes.first_slot
@@ -305,20 +357,9 @@ class Weaver(nnx.Module):
             )
             return cache, logits
 
-        slots = expanded_slots(budget, width, steps, ahead)
-        empty = jnp.zeros((root.shape[0], slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
-        return best_first_tree(
-            root,
-            candidate_ids,
-            step,
-            NodeCache(empty, empty),
-            budget=budget,
-            width=width,
-            expand=expand,
-            steps=steps,
-            spine=spine,
-            ahead=ahead,
-        )
+        batch = candidate_ids.shape[0]
+        empty = jnp.zeros((batch, slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
+        return step, NodeCache(empty, empty)
 
     def kernel_weights(self) -> weaver_tree.WeaverWeights | None:
         """Parameters as the kernel that grows a tree takes them, or None if it cannot run this Weaver."""

@@ -1,6 +1,6 @@
-"""The best-first tree: nodes grown from the most probable on, under conditionals that a model computes step by step.
+"""Best-first trees under conditionals: grown in groups, pruned to the best nodes, ended where a step is not worth it.
 
-Conventions of trees are those of `tfm_jax.tree`. Why the default schedule is what it is: `docs/trees.md`.
+The conventions of trees are those of `tfm_jax.tree`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tfm_jax.errors import TfmError
 from tfm_jax.tree import DraftTree, check_budget, finish_tree, pick_rows, take_best
 
 MAX_WIDTH = 32
+STEPS_AT_ONCE = 2  # between two questions whether growth should go on
 
 
 class NewNodes(NamedTuple):
@@ -29,7 +30,16 @@ class NewNodes(NamedTuple):
     ancestors: Bool[Array, "batch width nodes"]  # strict: a node is not its own ancestor; guesses: new nodes among them
 
 
+class Grown(NamedTuple):
+    """A pruned tree whose growth may have ended before its last step."""
+
+    tree: DraftTree
+    steps: Int[Array, ""]  # calls of `step` that were made
+    waiting: Float[Array, "batch width"]  # scores of the nodes that another call would have expanded; −inf: none
+
+
 type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
+type Worth = Callable[[Int[Array, ""], Float[Array, "batch width"]], Bool[Array, ""]]
 
 
 def default_width(budget: int) -> int:
@@ -100,21 +110,84 @@ def best_first_tree[Carry](
     Raises:
         TfmError: `budget`, `width`, `expand`, `steps` or `ahead` is out of range, or too few steps for a spine.
     """
+    grown, _ = _grow(
+        root, candidate_ids, step, carry, None, _Shape(budget, width, expand, steps, spine=spine, ahead=ahead)
+    )
+    if steps is not None:
+        return _prune(grown, budget, candidate_ids.shape[1], spine=spine)
+    tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in grown[:5])
+    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
+
+
+def grow_while_worth[Carry](
+    root: Int[Array, " batch"],
+    candidate_ids: Int[Array, "batch depth pool"],
+    step: NodeStep[Carry],
+    carry: Carry,
+    worth: Worth,
+    *,
+    budget: int,
+    width: int | None = None,
+    expand: int | None = None,
+    steps: int,
+) -> Grown:
+    """The pruned tree of `best_first_tree` whose growth ends as soon as another step is not worth its time.
+
+    Args:
+        root: as there.
+        candidate_ids: as there.
+        step: as there.
+        carry: as there.
+        worth: `worth(steps, waiting)` is asked at all `growth_stops` but the last, with the calls so far and the scores
+            of the nodes that another would expand; growth goes on while it says so. One answer for the whole batch.
+        budget: as there.
+        width: as there.
+        expand: as there.
+        steps: most calls of `step`.
+
+    Raises:
+        TfmError: as there.
+    """
+    growth, made = _grow(root, candidate_ids, step, carry, worth, _Shape(budget, width, expand, steps, spine=False))
+    tree = _prune(growth, budget, candidate_ids.shape[1], spine=False)
+    width = default_width(budget) if width is None else width
+    return Grown(tree, made, _waiting(growth, made, width))
+
+
+class _Shape(NamedTuple):
+    """What `best_first_tree` is told of a tree's size."""
+
+    budget: int
+    width: int | None
+    expand: int | None
+    steps: int | None
+    spine: bool
+    ahead: int = 0
+
+
+def _grow[Carry](
+    root: Int[Array, " batch"],
+    candidate_ids: Int[Array, "batch depth pool"],
+    step: NodeStep[Carry],
+    carry: Carry,
+    worth: Worth | None,
+    shape: _Shape,
+) -> tuple[_Growth, Array]:
+    """The growth of a tree, and how many steps it took: all of them unless `worth` says otherwise."""
+    budget, width, expand, steps, spine, ahead = shape
     depth, pool = candidate_ids.shape[1:]
     width = default_width(budget) if width is None else width
     expand = min(8, pool) if expand is None else expand
-    groups = -(-budget // width) if steps is None else steps
     check_growth(
         budget=budget, depth=depth, pool=pool, width=width, expand=expand, steps=steps, spine=spine, ahead=ahead
     )
+    groups = -(-budget // width) if steps is None else steps
     seen = expanded_slots(budget, width, steps, ahead)
     rows = width * (1 + ahead)
+    shift = 0 if ahead else rows - 1  # slots 1 .. width − 1, unused behind the root, are the second group's
 
     def grow(group: Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
-        # Without guesses slots 1 .. width − 1, expanded together with the root, are still unused then and add nothing
-        # to the frontier, and the second group takes them.
         growth, carry = state
-        shift = 0 if ahead else rows - 1
         first = jnp.maximum(group * rows - shift, 0)
         growth, carry = _expand(growth, carry, first, rows, candidate_ids, step, seen, chains=chains)
         following = (group + 1) * rows - shift
@@ -123,17 +196,45 @@ def best_first_tree[Carry](
             growth = _guess(growth, following + level * width, width, candidate_ids)
         return growth, carry
 
-    state = (_start(root, expanded_slots(budget, width, groups + 1, ahead), expand), carry)
+    start = (_start(root, expanded_slots(budget, width, groups + 1, ahead), expand), carry)
     if ahead:
-        growth, carry = state
+        growth, carry = start
         for slot in range(1, rows):
             growth = _guess(growth, jnp.int32(slot), 1, candidate_ids)
-        state = grow(jnp.int32(0), (growth, carry), chains=1)
-    growth, _ = lax.fori_loop(1 if ahead else 0, groups, grow, state)
-    if steps is not None:
-        return _prune(growth, budget, depth, spine=spine)
-    tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
-    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
+        start = grow(jnp.int32(0), (growth, carry), chains=1)
+        return lax.fori_loop(1, groups, grow, start)[0], jnp.int32(groups)
+    if worth is None:
+        return lax.fori_loop(0, groups, grow, start)[0], jnp.int32(groups)
+
+    first, *_ = growth_stops(groups)
+
+    def going(state: tuple[Array, tuple[_Growth, Carry]]) -> Bool[Array, ""]:
+        made, (growth, _) = state
+        return (made < groups) & worth(made, _waiting(growth, made, width))
+
+    def body(state: tuple[Array, tuple[_Growth, Carry]]) -> tuple[Array, tuple[_Growth, Carry]]:
+        made = state[0]
+
+        def more(step: Array, grown: tuple[_Growth, Carry]) -> tuple[_Growth, Carry]:
+            return grow(made + step, grown)
+
+        return made + STEPS_AT_ONCE, lax.fori_loop(0, STEPS_AT_ONCE, more, state[1])
+
+    made, (growth, _) = lax.while_loop(going, body, (jnp.int32(first), lax.fori_loop(0, first, grow, start)))
+    return growth, made
+
+
+def _waiting(growth: _Growth, made: Int[Array, ""], width: int) -> Float[Array, "batch width"]:
+    """Scores of the nodes that were taken last; the next step, if any, expands them."""
+    return lax.dynamic_slice_in_dim(growth.scores, jnp.maximum(1 + (made - 1) * width, 0), width, axis=1)
+
+
+def growth_stops(steps: int) -> range:
+    """Numbers of calls after which `grow_while_worth` may end: the last is `steps`, the others lie two apart.
+
+    A GPU has to wait for each answer, which takes it about a third of a step's time.
+    """
+    return range((steps - 1) % STEPS_AT_ONCE + 1, steps + 1, STEPS_AT_ONCE)
 
 
 def check_growth(
