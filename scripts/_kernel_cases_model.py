@@ -14,9 +14,9 @@ from flax import nnx
 from jax import lax
 
 import pallas_kernels
-from pallas_kernels import reference
+from pallas_kernels import reference, weaver_tree
 from tfm_jax.config import WeaverConfig
-from tfm_jax.growth import default_steps
+from tfm_jax.growth import pruned_schedule
 from tfm_jax.weaver import Weaver, WeaverTables
 
 _STATE_BARS = {"default": 5e-4, "highest": 5e-6}
@@ -156,6 +156,7 @@ def weaver_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
         tables = WeaverTables(
             normal(shapes.vocab, shapes.rank, dtype=jnp.bfloat16),
             normal(shapes.vocab, shapes.rank, dtype=jnp.bfloat16, scale=2 * shapes.rank**-0.5),
+            nnx.merge(graph, weaver).kernel_weights() if weaver_tree.available() else None,
         )
         ids = jax.random.choice(jax.random.key(layer), shapes.vocab, (1, shapes.depth, shapes.pool), replace=False)
         scores = jnp.sort(normal(1, shapes.depth, shapes.pool, scale=2.0), axis=-1, descending=True)
@@ -163,29 +164,38 @@ def weaver_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
         hidden = normal(1, shapes.depth, shapes.hidden, dtype=jnp.bfloat16)
         return weaver, tables, jnp.zeros((1,), jnp.int32), feature, hidden, ids.astype(jnp.int32), scores
 
-    def build(weaver: Any, tables: Any, root: Any, *drafts: jax.Array) -> jax.Array:  # noqa: ANN401
-        bound = nnx.merge(graph, weaver)
-        tree = bound.build_tree(root, *drafts, tables, budget=shapes.tree, steps=default_steps(shapes.tree))
-        return tree.scores
+    schedule = pruned_schedule(shapes.tree)
+
+    def run(form: str, _: str) -> Any:  # noqa: ANN401
+        def build(weaver: Any, tables: Any, root: Any, *drafts: jax.Array) -> jax.Array:  # noqa: ANN401
+            if form == "triton" and tables.weights is None:
+                message = "weaver_tree cannot run as triton: it needs an NVIDIA GPU and jax-triton"
+                raise ValueError(message)
+            tables = tables if form == "triton" else tables._replace(weights=None)
+            bound = nnx.merge(graph, weaver)
+            return bound.build_tree(root, *drafts, tables, budget=shapes.tree, **schedule._asdict()).scores
+
+        return build
 
     def oracle(*operands: Any) -> np.ndarray:  # noqa: ANN401
         wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, operands)
-        return np.asarray(jax.jit(build)(*wide), np.float64)
+        return np.asarray(jax.jit(run("xla", "highest"))(*wide), np.float64)
 
     weights = 2 * 6 * shapes.rank**2  # q, k, v, out and the two matrices of the MLP, a step
     prompt = 2 * (shapes.hidden + 3 * shapes.rank) * shapes.rank
     gathered = 2 * shapes.depth * shapes.pool * shapes.rank
-    rows = shapes.tree * (2 * 6 * shapes.rank**2 + 2 * shapes.pool * shapes.rank)
+    steps = schedule.steps or 1
+    rows = steps * schedule.width * (1 + schedule.ahead) * (2 * 6 * shapes.rank**2 + 2 * shapes.pool * shapes.rank)
     yield Workload(
         op="weaver_tree",
         case=f"nodes={shapes.tree}",
-        forms=("xla",),
+        forms=("triton", "xla"),
         operands=operands,
-        run=lambda _, __: build,
+        run=run,
         oracle=oracle,
         error=relative_error,
         bar=_SCORE_BAR,
-        bytes=default_steps(shapes.tree) * weights + prompt + gathered,  # as if no weight stayed in a cache
+        bytes=steps * weights + prompt + gathered,  # as if no weight stayed in a cache
         operations=rows,
         buffers=("hot",),
     )
