@@ -11,8 +11,8 @@ itself, in registers, so that it needs no eighth. Weights of a phase are loaded 
 program owns 16 columns of every matrix; a product is 16 columns × nodes, its sum over channels split over the warps.
 All sums have a fixed order.
 
-Most of a step's time goes to straight-line code: the 70 KB of a step pass the instruction cache once a step, at some 6
-cycles an instruction. Hence loops in place of unrolled code, and 16 warps, which share what was fetched.
+Latency rules a step, not bandwidth: barriers, reductions across warps and code that passes the instruction cache once a
+step. Hence loops in place of unrolled code, and 8 warps (with 16 a tree took 1.3 times as long).
 
 Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
 """
@@ -211,29 +211,16 @@ def _pick(vector: tl.tensor, index: tl.tensor, size: tl.constexpr) -> tl.tensor:
 @triton.jit
 @no_type_check
 def _attend(
-    query: tl.tensor,
-    key_at: tl.tensor,
-    value_at: tl.tensor,
-    in_prompt: tl.tensor,
-    path_key_at: tl.tensor,
-    path_value_at: tl.tensor,
-    in_path: tl.tensor,
-    size: tl.constexpr,
+    query: tl.tensor, key_at: tl.tensor, value_at: tl.tensor, visible: tl.tensor, size: tl.constexpr
 ) -> tl.tensor:
-    """One head's attention over the prompt and the node's path, at most 16 rows of each."""
-    key = tl.load(key_at, mask=in_prompt[:, None], other=0.0).to(tl.float32)
-    value = tl.load(value_at, mask=in_prompt[:, None], other=0.0).to(tl.float32)
-    path_key = tl.load(path_key_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
-    path_value = tl.load(path_value_at, mask=in_path[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+    """One head's attention over rows given by their addresses."""
+    key = tl.load(key_at, mask=visible[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+    value = tl.load(value_at, mask=visible[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
     scaling: tl.constexpr = size**-0.5
-    match = tl.where(in_prompt, tl.sum(query[None, :] * key, axis=1) * scaling, float("-inf"))
-    path_match = tl.where(in_path, tl.sum(query[None, :] * path_key, axis=1) * scaling, float("-inf"))
-    top = tl.maximum(tl.max(match), tl.max(path_match))
-    match, path_match = tl.exp(match - top), tl.exp(path_match - top)
-    total = tl.sum(match) + tl.sum(path_match)
-    match = (match / total).to(tl.bfloat16).to(tl.float32)
-    path_match = (path_match / total).to(tl.bfloat16).to(tl.float32)
-    return (tl.sum(match[:, None] * value, axis=0) + tl.sum(path_match[:, None] * path_value, axis=0)).to(tl.bfloat16)
+    match = tl.where(visible, tl.sum(query[None, :] * key, axis=1) * scaling, float("-inf"))
+    match = tl.exp(match - tl.max(match))
+    match = (match / tl.sum(match)).to(tl.bfloat16).to(tl.float32)
+    return tl.sum(match[:, None] * value, axis=0).to(tl.bfloat16)
 
 
 @triton.jit
@@ -339,8 +326,8 @@ def _paths(
     chains: tl.tensor,
     exists: tl.tensor,
 ) -> tl.tensor:
-    """[nodes, 16]: slots from the root to each node, −1 beyond; all −1 for an unused node."""
-    step = tl.arange(0, LEVELS)[None, :]
+    """[nodes, 2 · 16]: slots from the root to each node, −1 beyond, twice; all −1 for an unused node."""
+    step = tl.arange(0, 2 * LEVELS)[None, :] % LEVELS
     shared = (step < base_depth[:, None]) & exists[:, None]
     path = tl.load(lineage + base_parent[:, None] * LEVELS + step, mask=shared, other=0)
     path = tl.where(step >= base_depth[:, None], chain[:, None] + chains * step, path)
@@ -364,7 +351,8 @@ def _record(
     tl.store(tokens + slot, token, mask=kept)
     tl.store(parents + slot, parent, mask=kept)
     tl.store(depths + slot, depth, mask=kept)
-    tl.store(lineage + slot[:, None] * LEVELS + tl.arange(0, LEVELS)[None, :], path, mask=kept[:, None])
+    step = tl.arange(0, 2 * LEVELS)[None, :]
+    tl.store(lineage + slot[:, None] * LEVELS + step % LEVELS, path, mask=kept[:, None] & (step < LEVELS))
 
 
 @triton.jit
@@ -498,15 +486,15 @@ def grow_kernel(
         for pair in range(program, rows * heads, programs):
             number = pair // heads
             path = tl.sum(tl.where((node == number)[:, None], paths, 0), axis=0)
-            step = tl.arange(0, LEVELS)
+            step = tl.arange(0, 2 * LEVELS)  # the prompt, then the path
+            in_prompt = step < LEVELS
             at = (pair % heads) * head_dim + tl.arange(0, head_dim)
             query = tl.load(projections + (first + number) * rank + at, cache_modifier=".cg").to(tl.float32)
-            prompt_at = step[:, None] * rank + at[None, :]
-            path_at = path[:, None] * rank + at[None, :]
-            mixed = _attend(
-                query, prompt_keys + prompt_at, prompt_values + prompt_at, step < depth + 1,
-                keys + path_at, keys + slots * rank + path_at, path >= 0, head_dim,
-            )  # fmt: skip
+            offset = tl.where(in_prompt, step, path)[:, None] * rank + at[None, :]
+            key_at = tl.where(in_prompt[:, None], prompt_keys + offset, keys + offset)
+            value_at = tl.where(in_prompt[:, None], prompt_values + offset, keys + slots * rank + offset)
+            visible = tl.where(in_prompt, step <= depth, path >= 0)
+            mixed = _attend(query, key_at, value_at, visible, head_dim)
             tl.store(attended + number * rank + at, mixed)
         arrivals += programs
         zero = _meet(counter, arrivals)

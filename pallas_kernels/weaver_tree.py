@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 COLUMNS = 16  # of every matrix that a program owns; so a kernel has rank / 16 programs, one per multiprocessor
 PATH = 16  # slots on a path, the root's among them
 _LEAST_NODES = 4  # to which a step is padded
-_WARPS = 16
+_WARPS = 8  # of 4, 8 and 16 the fastest on an H200
 _MOST_ENTRIES = 4096  # of the frontier, which every program keeps in registers
 
 
@@ -94,7 +94,6 @@ def grow(
     groups: int,
     expand: int,
     ahead: int = 0,
-    tile: int | None = None,
 ) -> TreeGrowth:
     """The tree after `groups` steps of `width` nodes, before any pruning; only where `supports` says so.
 
@@ -112,7 +111,6 @@ def grow(
         groups: steps.
         expand: children per node.
         ahead: guesses behind each entry, so that a step has width · (1 + ahead) nodes, at most 16.
-        tile: candidates that a program scores at once, 16 or 32.
 
     Raises:
         ModuleNotFoundError: jax-triton is not installed.
@@ -154,7 +152,7 @@ def grow(
         expand=expand,
         programs=rank // COLUMNS,
         splits=min(_WARPS, rank // 32),
-        tile=tile or (32 if nodes > _LEAST_NODES else 16),
+        tile=COLUMNS,
     )[:8]  # fmt: skip
     return TreeGrowth(*growth)
 
