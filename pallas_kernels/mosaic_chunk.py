@@ -28,6 +28,7 @@ from pallas_kernels.mosaic_common import (
     ROWS,
     WGMMA,
     Precision,
+    Ref,
     cols,
     dot,
     iota,
@@ -131,13 +132,18 @@ def gdn_chunk(
             "t_smem": scan_tile((slots, parts, CHUNK, CHUNK)),
             "m_smem": scan_tile((slots, parts, CHUNK, CHUNK)),
             "scale_smem": plgpu.SMEM((slots, 3 * CHUNK), F32),
+            "look_smem": plgpu.SMEM((slots, 3 * CHUNK), F32),
             "s_smem": scan_tile((parts, key_dim, block)),
             "y_smem": scan_tile((parts, CHUNK, block)),
             "u_smem": scan_tile((parts, CHUNK, block)),
-            "loaded": plgpu.Barrier(num_arrivals=4 + 2 * parts, num_barriers=slots),
+            "write_loaded": plgpu.Barrier(num_arrivals=3 + parts, num_barriers=slots),
+            "read_loaded": plgpu.Barrier(num_arrivals=2 + parts, num_barriers=slots),
+            **{name: plgpu.Barrier() for name in ("s_full", "s_empty", "u_full", "u_empty", "done")},
         },
         grid=(batch, heads, value_dim // block),
         grid_names=("batch", "head", "block"),
+        num_threads=2,
+        thread_name="warpgroup",
         interpret=interpret,
         kernel_name="gdn_chunk_scan",
     )(query, key, value, gates.row_scales, gates.forget, matrices, state)
@@ -173,21 +179,21 @@ def _prepare(query: Array, key: Array, log_decay: Array, beta: Array, group: int
 
 
 def _block_kernel(
-    q_ref: jax.Ref,
-    k_ref: jax.Ref,
-    coarse_ref: jax.Ref,
-    fine_ref: jax.Ref,
-    beta_ref: jax.Ref,
-    k_norm_ref: jax.Ref,
-    q_norm_ref: jax.Ref,
-    out_ref: jax.Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    coarse_ref: Ref,
+    fine_ref: Ref,
+    beta_ref: Ref,
+    k_norm_ref: Ref,
+    q_norm_ref: Ref,
+    out_ref: Ref,
     *,
-    q_smem: jax.Ref,
-    k_smem: jax.Ref,
-    a_smem: jax.Ref,
-    x_smem: jax.Ref,
-    turn_smem: jax.Ref,
-    loaded: jax.Ref,
+    q_smem: Ref,
+    k_smem: Ref,
+    a_smem: Ref,
+    x_smem: Ref,
+    turn_smem: Ref,
+    loaded: Ref,
     parts: int,
     group: int,
     interpret: bool,
@@ -203,7 +209,7 @@ def _block_kernel(
     row, column = iota(square, 0), iota(square, 1)
     apart = lax.bitwise_xor(row, column)
 
-    def load(ref: jax.Ref, head: Array) -> Array:
+    def load(ref: Ref, head: Array) -> Array:
         return plgpu.load(ref.at[batch, head, tokens], layout=ROWS, optimized=False)
 
     def turn(*vectors: Array) -> list[Array]:
@@ -226,7 +232,7 @@ def _block_kernel(
     lookup = dot(square, [(q_smem.at[n], k.T) for n, k in enumerate(k_rows)], interpret=interpret)
     lookup *= rows(q_norm, square) * k_norm_columns
 
-    def publish(matrix: Array, smem: jax.Ref, head: Array, kind: int) -> None:
+    def publish(matrix: Array, smem: Ref, head: Array, kind: int) -> None:
         store(split(matrix, parts), [smem.at[n] for n in range(parts)])
         for n in range(parts):
             plgpu.copy_smem_to_gmem(smem.at[n], out_ref.at[batch, head, chunk, kind, n])
@@ -256,31 +262,39 @@ def _block_kernel(
 
 
 def _scan_kernel(
-    q_ref: jax.Ref,
-    k_ref: jax.Ref,
-    v_ref: jax.Ref,
-    scale_ref: jax.Ref,
-    forget_ref: jax.Ref,
-    matrix_ref: jax.Ref,
-    s_ref: jax.Ref,
-    o_ref: jax.Ref,
-    s_out: jax.Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    scale_ref: Ref,
+    forget_ref: Ref,
+    matrix_ref: Ref,
+    s_ref: Ref,
+    o_ref: Ref,
+    s_out: Ref,
     *,
-    q_smem: jax.Ref,
-    k_smem: jax.Ref,
-    v_smem: jax.Ref,
-    t_smem: jax.Ref,
-    m_smem: jax.Ref,
-    scale_smem: jax.Ref,
-    s_smem: jax.Ref,
-    y_smem: jax.Ref,
-    u_smem: jax.Ref,
-    loaded: jax.Ref,
+    q_smem: Ref,
+    k_smem: Ref,
+    v_smem: Ref,
+    t_smem: Ref,
+    m_smem: Ref,
+    scale_smem: Ref,
+    look_smem: Ref,
+    s_smem: Ref,
+    y_smem: Ref,
+    u_smem: Ref,
+    write_loaded: Ref,
+    read_loaded: Ref,
+    s_full: Ref,
+    s_empty: Ref,
+    u_full: Ref,
+    u_empty: Ref,
+    done: Ref,
     parts: int,
     slots: int,
     interpret: bool,
 ) -> None:
-    batch, head = lax.axis_index("batch"), lax.axis_index("head")
+    """One warpgroup writes the state, the other reads it out; each loads what it needs `slots` chunks ahead."""
+    batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     key, block = s_smem.shape[1:]
     values = pl.ds(lax.axis_index("block") * block, block)
     key_head = lax.div(head, v_ref.shape[2] // k_ref.shape[2])
@@ -288,46 +302,94 @@ def _scan_kernel(
     wide = (CHUNK, block)
     s_refs, y_refs, u_refs = ([smem.at[n] for n in range(parts)] for smem in (s_smem, y_smem, u_smem))
 
-    def fetch(chunk: Array | int, slot: Array | int) -> None:
-        tokens, ready = pl.ds(chunk * CHUNK, CHUNK), loaded.at[slot]
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, tokens, key_head], k_smem.at[slot], ready)
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, tokens, head, values], v_smem.at[slot], ready)
-        plgpu.copy_gmem_to_smem(scale_ref.at[batch, head, chunk], scale_smem.at[slot], ready)
-        for kind, smem in enumerate((t_smem, m_smem)):
-            for n in range(parts):
-                plgpu.copy_gmem_to_smem(matrix_ref.at[batch, head, chunk, kind, n], smem.at[slot, n], ready)
-        plgpu.copy_gmem_to_smem(q_ref.at[batch, tokens, key_head], q_smem.at[slot], ready)
+    def fetch(chunk: Array | int, slot: Array | int, row_smem: Ref, matrix_smem: Ref, kind: int) -> None:
+        tokens, ready = pl.ds(chunk * CHUNK, CHUNK), (write_loaded, read_loaded)[kind].at[slot]
+        plgpu.copy_gmem_to_smem((k_ref, q_ref)[kind].at[batch, tokens, key_head], row_smem.at[slot], ready)
+        for n in range(parts):
+            source = matrix_ref.at[batch, head, chunk, kind, n]
+            plgpu.copy_gmem_to_smem(source, matrix_smem.at[slot, n], ready)
+        if kind == 0:
+            plgpu.copy_gmem_to_smem(v_ref.at[batch, tokens, head, values], v_smem.at[slot], ready)
+            plgpu.copy_gmem_to_smem(scale_ref.at[batch, head, chunk], scale_smem.at[slot], ready)
+        else:
+            plgpu.copy_gmem_to_smem(scale_ref.at[batch, head, chunk], look_smem.at[slot], ready)
+
+    fetch_writes = functools.partial(fetch, row_smem=k_smem, matrix_smem=t_smem, kind=0)
+    fetch_reads = functools.partial(fetch, row_smem=q_smem, matrix_smem=m_smem, kind=1)
+
+    def refill(fetch_slot: functools.partial, chunk: Array, slot: Array) -> None:
+        plgpu.commit_smem()  # every warp is done with the slot
+        pl.when(chunk + slots < chunks)(lambda: fetch_slot(chunk + slots, slot))
 
     def product(a: list, b: list) -> Array:
         return dot(wide, pairs(a, b), interpret=interpret)
 
-    def advance(chunk: Array, s: Array) -> Array:
-        slot = lax.rem(chunk, slots)
-        forget = forget_ref[batch, head, chunk]
-        store(split(s, parts), s_refs)
-        plgpu.barrier_wait(loaded.at[slot])
-        reach, look, rest = (
-            plgpu.load(scale_smem.at[slot, pl.ds(n * CHUNK, CHUNK)], layout=ROWS) for n in range(3)
-        )
-        inherited = dot(wide, [(k_smem.at[slot], part) for part in reversed(s_refs)], interpret=interpret)
-        y = plgpu.load(v_smem.at[slot], layout=WGMMA).astype(F32) - inherited * rows(reach, wide)
-        store(split(y, parts), y_refs)
-        u = product([t_smem.at[slot, n] for n in range(parts)], y_refs)
-        store(split(u, parts), u_refs)
-        store(split(u * rows(rest, wide), parts), y_refs)
-        written = dot((key, block), [(k_smem.at[slot].T, part) for part in reversed(y_refs)], interpret=interpret)
-        output = dot(wide, [(q_smem.at[slot], part) for part in reversed(s_refs)], interpret=interpret)
-        output = output * rows(look, wide) + product([m_smem.at[slot, n] for n in range(parts)], u_refs)
-        store_strided(o_ref.at[batch, pl.ds(chunk * CHUNK, CHUNK), head, values], output)
-        plgpu.commit_smem()  # every warp is done with the slot
+    def scale(smem: Ref, slot: Array, kind: int) -> Array:
+        return rows(plgpu.load(smem.at[slot, pl.ds(kind * CHUNK, CHUNK)], layout=ROWS), wide)
 
-        @pl.when(chunk + slots < chunks)
-        def _() -> None:
-            fetch(chunk + slots, slot)
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        def advance(chunk: Array, s: Array) -> Array:
+            slot = lax.rem(chunk, slots)
+            forget = forget_ref[batch, head, chunk]
+            plgpu.barrier_wait(s_empty)
+            store(split(s, parts), s_refs)
+            plgpu.barrier_arrive(s_full)
+            plgpu.barrier_wait(write_loaded.at[slot])
+            inherited = dot(wide, [(k_smem.at[slot], part) for part in reversed(s_refs)], interpret=interpret)
+            y = plgpu.load(v_smem.at[slot], layout=WGMMA).astype(F32) - inherited * scale(scale_smem, slot, 0)
+            store(split(y, parts), y_refs)
+            u = product([t_smem.at[slot, n] for n in range(parts)], y_refs)
+            store(split(u * scale(scale_smem, slot, 2), parts), y_refs)
+            k_turned = k_smem.at[slot].T
 
-        return s * forget + written
+            def publish() -> None:
+                plgpu.barrier_wait(u_empty)
+                store(split(u, parts), u_refs)
+                plgpu.barrier_arrive(u_full)
 
-    for slot in range(min(slots, chunks)):
-        fetch(slot, slot)
-    s = plgpu.load(s_ref.at[batch, head, :, values], layout=WGMMA, optimized=False)
-    store_strided(s_out.at[batch, head, :, values], lax.fori_loop(0, chunks, advance, s))
+            if interpret:
+                publish()
+                written = dot((key, block), [(k_turned, part) for part in reversed(y_refs)], interpret=True)
+            else:
+
+                def write(acc: Ref) -> Array:
+                    for part in reversed(y_refs):
+                        plgpu.wgmma(acc, k_turned, part)
+                    publish()  # while the tensor cores are busy
+                    return acc[...]
+
+                written = lax.optimization_barrier(pl.run_scoped(write, plgpu.ACC((key, block), F32)))
+            refill(fetch_writes, chunk, slot)
+            return s * forget + written
+
+        for slot in range(min(slots, chunks)):
+            fetch_writes(slot, slot)
+        s = plgpu.load(s_ref.at[batch, head, :, values], layout=WGMMA, optimized=False)
+        store_strided(s_out.at[batch, head, :, values], lax.fori_loop(0, chunks, advance, s))
+        # A warpgroup that exits while another multiplies is an illegal instruction.
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(s_empty)
+        plgpu.barrier_wait(u_empty)
+
+    @pl.when(warpgroup == 1)
+    def _() -> None:
+        def read(chunk: Array, _: None) -> None:
+            slot = lax.rem(chunk, slots)
+            plgpu.barrier_wait(read_loaded.at[slot])
+            plgpu.barrier_wait(s_full)
+            output = dot(wide, [(q_smem.at[slot], part) for part in reversed(s_refs)], interpret=interpret)
+            plgpu.barrier_arrive(s_empty)
+            output *= scale(look_smem, slot, 1)
+            plgpu.barrier_wait(u_full)
+            output += product([m_smem.at[slot, n] for n in range(parts)], u_refs)
+            plgpu.barrier_arrive(u_empty)
+            store_strided(o_ref.at[batch, pl.ds(chunk * CHUNK, CHUNK), head, values], output)
+            refill(fetch_reads, chunk, slot)
+
+        for slot in range(min(slots, chunks)):
+            fetch_reads(slot, slot)
+        plgpu.barrier_arrive(s_empty)
+        plgpu.barrier_arrive(u_empty)
+        lax.fori_loop(0, chunks, read, None)
+        plgpu.barrier_wait(done)

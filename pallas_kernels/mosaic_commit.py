@@ -13,7 +13,8 @@ values took the layout inference minutes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+type Ref = Any  # memory or a view of it, for which jax has no public name
+type Layout = Any  # the same of layouts with parameters
+
 __all__ = ["commit_rows", "commit_states", "gdn_commit", "unsupported", "unsupported_rows"]
 
 KEY_BLOCK = 64  # key rows of a state per block: four or five blocks share a multiprocessor and hide each other's waits
 STEPS = 8  # path nodes staged in shared memory at a time
 ROW_STEPS = 16  # the same of K/V rows
 NORM_EPS = 1e-6
-NORM_TILE = 8  # rows of the tile whose row sums are the squared norm of a key, each of them
+LANE_COLUMNS = 128  # float32 columns that the 32 lanes of a warp cover with 16 bytes each
 COPY_BYTES = 16  # granularity of bulk copies
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # contiguous copies then need no descriptor
 
@@ -100,6 +104,8 @@ def commit_states(
     if reason := unsupported(states, keys, updates, path_decays):
         raise ValueError(reason)
     batch, heads, key, value = states[0].shape
+    padding = -heads % (COPY_BYTES // 4)
+    path_decays = tuple(jnp.pad(x, [(0, 0), (0, 0), (0, padding)]) if padding else x for x in path_decays)
     refs = [jax.new_ref(state) for state in states]
     plgpu.kernel(
         functools.partial(_states_kernel, layers=len(states), group=heads // keys[0].shape[2]),
@@ -107,11 +113,12 @@ def commit_states(
         scratch_types={
             "s_smem": plgpu.SMEM((KEY_BLOCK, value), jnp.float32),
             "k_smem": plgpu.SMEM((STEPS * key,), keys[0].dtype),
+            "whole_k_smem": plgpu.SMEM((STEPS, key), keys[0].dtype),
             "u_smem": plgpu.SMEM((STEPS * value,), jnp.float32),
-            "decay_smem": plgpu.SMEM((STEPS,), jnp.float32),
-            "norm_smem": plgpu.SMEM((STEPS * NORM_TILE,), jnp.float32),
-            "state_ready": plgpu.Barrier(),
-            "rows_ready": plgpu.Barrier(num_arrivals=2, num_barriers=STEPS),
+            "decay_smem": plgpu.SMEM((STEPS + 1, heads + padding), jnp.float32),
+            "norm_smem": plgpu.SMEM((STEPS,), jnp.float32),
+            "state_ready": plgpu.Barrier(num_arrivals=2),
+            "rows_ready": plgpu.Barrier(num_arrivals=4, num_barriers=STEPS),
         },
         grid=(len(states), batch, heads, key // KEY_BLOCK),
         grid_names=("layer", "row", "head", "block"),
@@ -121,9 +128,9 @@ def commit_states(
     return tuple(ref[...] for ref in refs)
 
 
-def _tile_layout(rows: int, columns: int) -> Hashable:
-    """Consecutive rows per warp, 16 bytes of a row per lane: coalesced, and a column vector is the same in each warp."""
-    if columns == 64:
+def _tile_layout(rows: int, columns: int) -> Layout:
+    """Consecutive rows per warp, 16 bytes of a row per lane; a value per column is then the same in every warp."""
+    if columns == LANE_COLUMNS // 2:
         return plgpu.Layout.TILED(
             plgpu.Tiling(((rows, columns), (rows // 4, columns), (2, 4))),
             warp_dims=(-6,),
@@ -131,90 +138,85 @@ def _tile_layout(rows: int, columns: int) -> Hashable:
             vector_dim=-1,
         )
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((rows, 128), (rows // 4, 128), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
+        plgpu.Tiling(((rows, LANE_COLUMNS), (rows // 4, LANE_COLUMNS), (4,))),
+        warp_dims=(-5,),
+        lane_dims=(-2,),
+        vector_dim=-1,
     )
 
 
 def _states_kernel(
-    *refs: jax.Ref,
+    *refs: Ref,
     layers: int,
     group: int,
-    s_smem: jax.Ref,
-    k_smem: jax.Ref,
-    u_smem: jax.Ref,
-    decay_smem: jax.Ref,
-    norm_smem: jax.Ref,
-    state_ready: jax.Ref,
-    rows_ready: jax.Ref,
+    s_smem: Ref,
+    k_smem: Ref,
+    whole_k_smem: Ref,
+    u_smem: Ref,
+    decay_smem: Ref,
+    norm_smem: Ref,
+    state_ready: Ref,
+    rows_ready: Ref,
 ) -> None:
     states, keys, updates, decays = (refs[i * layers : (i + 1) * layers] for i in range(4))
     path_ref, count_ref = refs[4 * layers :]
     layer, row, head = (lax.axis_index(name) for name in ("layer", "row", "head"))
     start = lax.axis_index("block") * KEY_BLOCK
     block = pl.ds(start, KEY_BLOCK)
-    key, value = k_smem.shape[0] // STEPS, s_smem.shape[1]
-    layout, norm_layout = _tile_layout(KEY_BLOCK, value), _tile_layout(NORM_TILE, key)
+    key, value = whole_k_smem.shape[1], s_smem.shape[1]
+    layout, steps_layout = _tile_layout(KEY_BLOCK, value), _tile_layout(STEPS, key)
     count = count_ref[row]
+    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=IN_BOUNDS)
 
-    def on_layer(action: Callable, *per_layer: Sequence[jax.Ref]) -> Array | None:
-        return lax.switch(
-            layer, [functools.partial(action, *layer_refs) for layer_refs in zip(*per_layer, strict=True)]
-        )
+    def fetch(s_ref: Ref, k_ref: Ref, u_ref: Ref, decay_ref: Ref, first: Array) -> None:
+        """Nothing here waits for memory but the copies' issue for the path, which stays in the first-level cache."""
 
-    def fetch_rows(k_ref: jax.Ref, u_ref: jax.Ref, decay_ref: jax.Ref, first: Array | int) -> None:
-        def fetch(step: Array, _: None) -> None:
-            node = path_ref[row, first + step]
-            k_row, u_row = k_smem.at[pl.ds(step * key, key)], u_smem.at[pl.ds(step * value, value)]
-            ready = rows_ready.at[step]
-            plgpu.copy_gmem_to_smem(k_ref.at[row, node, lax.div(head, group)], k_row, ready, oob_mode=IN_BOUNDS)
-            plgpu.copy_gmem_to_smem(u_ref.at[row, node, head], u_row, ready, oob_mode=IN_BOUNDS)
-            decay_smem[step] = decay_ref[row, node, head]
+        @pl.when(first == 0)
+        def _() -> None:
+            copy(s_ref.at[row, head, block], s_smem, state_ready)
+            copy(decay_ref.at[row, path_ref[row, count - 1]], decay_smem.at[STEPS], state_ready)
 
-        lax.fori_loop(0, jnp.minimum(count - first, STEPS), fetch, None)
+        def fetch_step(step: Array, _: None) -> None:
+            node, ready = path_ref[row, first + step], rows_ready.at[step]
+            key_head = lax.div(head, group)
+            copy(k_ref.at[row, node, key_head], k_smem.at[pl.ds(step * key, key)], ready)
+            copy(k_ref.at[row, pl.ds(node, 1), key_head], whole_k_smem.at[pl.ds(step, 1)], ready)
+            copy(u_ref.at[row, node, head], u_smem.at[pl.ds(step * value, value)], ready)
+            copy(decay_ref.at[row, node], decay_smem.at[step], ready)
 
-    def norm(step: Array, _: None) -> None:
-        k = plgpu.load(k_smem.at[pl.ds(step * key, key)], layout=norm_layout.reduce(0)).astype(jnp.float32)
-        squares = plgpu.layout_cast(lax.broadcast_in_dim(k * k, (NORM_TILE, key), [1]), norm_layout)
-        norm_smem[pl.ds(step * NORM_TILE, NORM_TILE)] = lax.rsqrt(jnp.sum(squares, axis=1) + NORM_EPS)
+        lax.fori_loop(0, jnp.minimum(count - first, STEPS), fetch_step, None)
 
     @pl.when(count > 0)
     def _() -> None:
-        leaf = path_ref[row, count - 1]
-
-        def start_layer(s_ref: jax.Ref, k_ref: jax.Ref, u_ref: jax.Ref, decay_ref: jax.Ref) -> Array:
-            plgpu.copy_gmem_to_smem(s_ref.at[row, head, block], s_smem, state_ready, oob_mode=IN_BOUNDS)
-            fetch_rows(k_ref, u_ref, decay_ref, 0)
-            return decay_ref[row, leaf, head]
-
-        leaf_decay = on_layer(start_layer, states, keys, updates, decays)
-
-        def fold(first: Array | int, s: Array) -> Array:
-            """Adds the staged steps `first`, `first` + 1, …"""
+        def fold(batch: Array, written: Array) -> Array:
+            """Adds up to `STEPS` nodes."""
+            first = batch * STEPS
+            fetches = zip(states, keys, updates, decays, strict=True)
+            lax.switch(layer, [functools.partial(fetch, *layer_refs, first) for layer_refs in fetches])
+            pl.when(batch == 0)(lambda: plgpu.barrier_wait(state_ready))
             staged = jnp.minimum(count - first, STEPS)
             lax.fori_loop(0, staged, lambda step, _: plgpu.barrier_wait(rows_ready.at[step]), None)
-            lax.fori_loop(0, staged, norm, None)
+            k = plgpu.load(whole_k_smem, layout=steps_layout).astype(jnp.float32)
+            norm_smem[...] = lax.rsqrt(jnp.sum(k * k, axis=1) + NORM_EPS)
             plgpu.commit_smem()
 
-            def add(step: Array, s: Array) -> Array:
-                weight = jnp.exp(leaf_decay - decay_smem[step]) * norm_smem[step * NORM_TILE]
+            def add(step: Array, written: Array) -> Array:
+                weight = jnp.exp(decay_smem[STEPS, head] - decay_smem[step, head]) * norm_smem[step]
                 k = plgpu.load(k_smem.at[pl.ds(step * key + start, KEY_BLOCK)], layout=layout.reduce(1))
                 u = plgpu.load(u_smem.at[pl.ds(step * value, value)], layout=layout.reduce(0)) * weight
-                k = lax.broadcast_in_dim(k.astype(jnp.float32), s.shape, [0])
-                return s + k * lax.broadcast_in_dim(u, s.shape, [1])
+                k = lax.broadcast_in_dim(k.astype(jnp.float32), written.shape, [0])
+                return written + k * lax.broadcast_in_dim(u, written.shape, [1])
 
-            return lax.fori_loop(0, staged, add, s)
+            written = lax.fori_loop(0, staged, add, written)
+            plgpu.commit_smem()  # every warp has read these steps
+            return written
 
-        def fold_more(batch: Array, s: Array) -> Array:
-            plgpu.commit_smem()  # every warp has read the steps before
-            first = batch * STEPS
-            on_layer(functools.partial(fetch_rows, first=first), keys, updates, decays)
-            return fold(first, s)
-
-        plgpu.barrier_wait(state_ready)
-        s = fold(0, plgpu.load(s_smem, layout=layout) * jnp.exp(leaf_decay))
-        s_smem[...] = lax.fori_loop(1, lax.div(count + STEPS - 1, STEPS), fold_more, s)
+        zeros = plgpu.layout_cast(jnp.zeros((KEY_BLOCK, value), jnp.float32), layout)
+        written = lax.fori_loop(0, lax.div(count + STEPS - 1, STEPS), fold, zeros)
+        s_smem[...] = plgpu.load(s_smem, layout=layout) * jnp.exp(decay_smem[STEPS, head]) + written
         plgpu.commit_smem()
-        on_layer(lambda s_ref: plgpu.copy_smem_to_gmem(s_smem, s_ref.at[row, head, block]), states)
+        stores = [functools.partial(plgpu.copy_smem_to_gmem, s_smem, s_ref.at[row, head, block]) for s_ref in states]
+        lax.switch(layer, stores)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -269,7 +271,7 @@ def commit_rows(
     if reason := unsupported_rows(windows, inputs, caches, rows):
         raise ValueError(reason)
     refs = [jax.new_ref(x) for x in (*windows, *caches)]
-    scratch = {}
+    scratch: dict[str, Any] = {}
     if windows:
         scratch["window_smem"] = plgpu.SMEM(windows[0].shape[1:], windows[0].dtype)
         scratch["window_ready"] = plgpu.Barrier(num_arrivals=windows[0].shape[1])
@@ -290,13 +292,13 @@ def commit_rows(
 
 
 def _rows_kernel(
-    *refs: jax.Ref,
+    *refs: Ref,
     layers: int,
     caches: int,
-    window_smem: jax.Ref | None = None,
-    window_ready: jax.Ref | None = None,
-    rows_smem: jax.Ref | None = None,
-    rows_ready: jax.Ref | None = None,
+    window_smem: Ref = None,
+    window_ready: Ref = None,
+    rows_smem: Ref = None,
+    rows_ready: Ref = None,
 ) -> None:
     buffers = layers + caches
     targets, sources = refs[:buffers], refs[buffers : 2 * buffers]
@@ -304,49 +306,62 @@ def _rows_kernel(
     row = lax.axis_index("row")
     count = count_ref[row]
 
-    def advance_window(window_ref: jax.Ref, input_ref: jax.Ref) -> None:
-        leaf, width = path_ref[row, count - 1], window_smem.shape[0]
-        for slot in range(width):  # oldest first
-            tap, target = taps_ref[row, leaf, width - 1 - slot], window_smem.at[slot]
-
-            @pl.when(tap >= 0)
-            def _(tap: Array = tap, target: jax.Ref = target) -> None:
-                plgpu.copy_gmem_to_smem(input_ref.at[row, tap], target, window_ready, oob_mode=IN_BOUNDS)
-
-            @pl.when(tap < 0)
-            def _(tap: Array = tap, target: jax.Ref = target) -> None:
-                plgpu.copy_gmem_to_smem(window_ref.at[row, width + tap], target, window_ready, oob_mode=IN_BOUNDS)
-
-        plgpu.barrier_wait(window_ready)  # the old window is read before any of it is overwritten
-        plgpu.copy_smem_to_gmem(window_smem, window_ref.at[row])
-        plgpu.wait_smem_to_gmem(0)
-
-    def append_rows(cache_ref: jax.Ref, source_ref: jax.Ref) -> None:
-        heads, capacity = cache_ref.shape[1:3]
-        length = lengths_ref[row]
-
-        def append(batch: Array, _: None) -> None:
-            first = batch * ROW_STEPS
-            staged = jnp.minimum(count - first, ROW_STEPS)
-
-            def fetch(step: Array, _: None) -> None:
-                source = source_ref.at[row, path_ref[row, first + step]]
-                plgpu.copy_gmem_to_smem(source, rows_smem.at[step], rows_ready.at[step], oob_mode=IN_BOUNDS)
-
-            def write(step: Array, _: None) -> None:
-                plgpu.barrier_wait(rows_ready.at[step])
-                slot = jnp.minimum(length + first + step, capacity - 1)
-                for head in range(heads):
-                    plgpu.copy_smem_to_gmem(rows_smem.at[step, head], cache_ref.at[row, head, slot])
-
-            lax.fori_loop(0, staged, fetch, None)
-            lax.fori_loop(0, staged, write, None)
-            plgpu.wait_smem_to_gmem(0)
-
-        lax.fori_loop(0, lax.div(count + ROW_STEPS - 1, ROW_STEPS), append, None)
-
     @pl.when(count > 0)
     def _() -> None:
-        actions = [advance_window] * layers + [append_rows] * caches
-        branches = [functools.partial(*branch) for branch in zip(actions, targets, sources, strict=True)]
+        path = path_ref.at[row]
+        advance = functools.partial(
+            _advance_window, taps_ref=taps_ref.at[row, path[count - 1]], smem=window_smem, ready=window_ready
+        )
+        append = functools.partial(
+            _append_rows, path_ref=path, count=count, start=lengths_ref[row], smem=rows_smem, ready=rows_ready
+        )
+        actions = [advance] * layers + [append] * caches
+        branches = [
+            functools.partial(action, target.at[row], source.at[row])
+            for action, target, source in zip(actions, targets, sources, strict=True)
+        ]
         lax.switch(lax.axis_index("buffer"), branches)
+
+
+def _advance_window(window_ref: Ref, input_ref: Ref, *, taps_ref: Ref, smem: Ref, ready: Ref) -> None:
+    width = smem.shape[0]
+    for slot in range(width):  # oldest first
+        tap, target = taps_ref[width - 1 - slot], smem.at[slot]
+
+        @pl.when(tap >= 0)
+        def _(tap: Array = tap, target: Ref = target) -> None:
+            plgpu.copy_gmem_to_smem(input_ref.at[tap], target, ready, oob_mode=IN_BOUNDS)
+
+        @pl.when(tap < 0)
+        def _(tap: Array = tap, target: Ref = target) -> None:
+            plgpu.copy_gmem_to_smem(window_ref.at[width + tap], target, ready, oob_mode=IN_BOUNDS)
+
+    plgpu.barrier_wait(ready)  # the old window is read before any of it is overwritten
+    plgpu.copy_smem_to_gmem(smem, window_ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _append_rows(
+    cache_ref: Ref, source_ref: Ref, *, path_ref: Ref, count: Array, start: Array, smem: Ref, ready: Ref
+) -> None:
+    heads, capacity = cache_ref.shape[:2]
+
+    def append(batch: Array, _: None) -> None:
+        first = batch * ROW_STEPS
+        staged = jnp.minimum(count - first, ROW_STEPS)
+
+        def fetch(step: Array, _: None) -> None:
+            source = source_ref.at[path_ref[first + step]]
+            plgpu.copy_gmem_to_smem(source, smem.at[step], ready.at[step], oob_mode=IN_BOUNDS)
+
+        def write(step: Array, _: None) -> None:
+            plgpu.barrier_wait(ready.at[step])
+            slot = jnp.minimum(start + first + step, capacity - 1)
+            for head in range(heads):
+                plgpu.copy_smem_to_gmem(smem.at[step, head], cache_ref.at[head, slot])
+
+        lax.fori_loop(0, staged, fetch, None)
+        lax.fori_loop(0, staged, write, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.fori_loop(0, lax.div(count + ROW_STEPS - 1, ROW_STEPS), append, None)

@@ -11,7 +11,8 @@ The interpreter is more permissive than the GPU lowering (it knows any numpy ope
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import functools
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
 COLS = WGMMA.reduce(0)  # one value per column
 
+type Ref = Any  # memory or a view of it, for which jax has no public name
 type Precision = Literal["default", "highest"]
 
 
@@ -37,7 +39,7 @@ def num_parts(precision: Precision) -> int:
     return {"default": 2, "highest": 3}[precision]
 
 
-def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, lanes: int = 0) -> plgpu.SMEM:
+def tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, lanes: int = 0) -> pl.MemoryRef:
     """Shared memory swizzled for TMA and WGMMA in runs of `lanes` columns, by default as wide as the rows allow.
 
     Two operands of one WGMMA that are both in shared memory need the same run length in bytes.
@@ -67,14 +69,14 @@ def pairs(a: Sequence, b: Sequence) -> list[tuple]:
     return [(a[i], b[j]) for i, j in sorted(kept, key=sum, reverse=True)]
 
 
-def store(parts: Sequence[jax.Array], refs: Sequence[jax.Array]) -> None:
+def store(parts: Sequence[jax.Array], refs: Sequence[Ref]) -> None:
     """Writes parts to shared memory, and makes them visible to the tensor cores and the copy engine."""
     for part, ref in zip(parts, refs, strict=True):
         ref[...] = part
     plgpu.commit_smem()
 
 
-def store_strided(ref: jax.Array, value: jax.Array) -> None:
+def store_strided(ref: Ref, value: jax.Array) -> None:
     """Writes registers to global memory in pieces smaller than 32 bytes, which jax 0.12 wants said."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
@@ -89,9 +91,10 @@ def dot(shape: tuple[int, int], terms: Sequence[tuple], *, interpret: bool) -> j
     there a product with registers is an ordinary one, which in turn the GPU lowering lacks.
     """
     if interpret:
-        return sum(jnp.dot(a[...], b[...], preferred_element_type=F32) for a, b in terms)
+        products = [jnp.dot(a[...], b[...], preferred_element_type=F32) for a, b in terms]
+        return functools.reduce(jnp.add, products)
 
-    def body(acc: plgpu.ACC) -> jax.Array:
+    def body(acc: Ref) -> jax.Array:
         for a, b in terms:
             plgpu.wgmma(acc, a, b)
         return acc[...]  # waits for the products

@@ -88,8 +88,8 @@ def make_case(shape: Shape, counts: list[int], seed: int = 0) -> Case:
 
 
 def expected_state(case: Case, layer: int) -> np.ndarray:
-    operands = (np.asarray(x[layer], np.float64) for x in case[:4])
-    return reference.gdn_commit(*operands, np.asarray(case.path), np.asarray(case.count))
+    state, key, update, path_decay = (np.asarray(x[layer], np.float64) for x in case[:4])
+    return reference.gdn_commit(state, key, update, path_decay, np.asarray(case.path), np.asarray(case.count))
 
 
 def relative_error(actual: jax.Array, expected: np.ndarray) -> float:
@@ -115,7 +115,7 @@ def test_extreme_decays_stay_finite(mode: str) -> None:
     case = make_case(SHAPES["small heads"], [8])
     decays = tuple(-88.0 * jnp.arange(1.0, 13.0)[:, None] * jnp.asarray([1.0, 0.0]) + 0 * x for x in case.path_decays)
     case = case._replace(path_decays=decays)
-    state = mosaic_commit.gdn_commit(*(x[0] for x in case[:4]), case.path, case.count, interpret=simulation(mode))
+    (state,) = mosaic_commit.commit_states(*case, interpret=simulation(mode))
     assert relative_error(state, expected_state(case, 0)) < 1e-6
 
 
@@ -178,9 +178,10 @@ def test_folds_do_not_drift(mode: str) -> None:
         verified = xla.gdn_tree_verify(*map(jnp.asarray, (*rows, ancestors)), state)
         update = verified.update * jnp.asarray(1 + noise * rng.standard_normal(value.shape), jnp.float32)
         fold = xla.gdn_commit if mode == "interpreted" and turn % 4 else commit  # the same sum, and 20 times as fast
-        state = fold(state, jnp.asarray(key, jnp.bfloat16), update, verified.path_decay, path, count)
-        wide = (x.astype(np.float64) for x in rows)
-        exact = reference.gdn_chunk(*wide, np.ones((2, nodes), bool), exact).state
+        state = fold(state, jnp.asarray(rows[1], jnp.bfloat16), update, verified.path_decay, path, count)
+        query, key, value, log_decay, beta = (x.astype(np.float64) for x in rows)
+        valid = np.ones((2, nodes), bool)
+        exact = np.asarray(reference.gdn_chunk(query, key, value, log_decay, beta, valid, exact).state)
     for row, bound in enumerate(bounds):
         assert relative_error(state[row], exact[row]) < bound
 
