@@ -2,7 +2,7 @@
 
 Notation as in `pallas_kernels.xla`, per value head and chunk: (I + A) U = β (V − e^G K S), O = e^G Q S + (D ∘ Q Kᵀ) U,
 S ← e^{G_last} S + Kᵀ (D_last U). The first kernel makes T = (I + A)⁻¹ diag(β) and M = D ∘ Q Kᵀ of all chunks in
-parallel; no state enters them. The second walks the chunks of a head and a slice of the value dimension, S in registers.
+parallel; no state enters them. The second walks the chunks of a head and of a slice of the values, S in registers.
 
 Queries and keys stay as they came, in bf16, which makes their products exact; their norms scale rows and columns of
 float32 results. Float32 operands are split into bf16 parts, see `mosaic_common`.
@@ -189,7 +189,9 @@ def _block_kernel(
     gram *= rows(k_norm, square) * k_norm_columns
     lookup *= rows(q_norm, square) * k_norm_columns
     group = g_ref.shape[2] // k_ref.shape[2]
-    for head in (key_head * group + member for member in range(group)):
+
+    def add_head(member: Array, _: None) -> None:
+        head = key_head * group + member
         g, beta = (plgpu.load(ref.at[batch, tokens, head], layout=ROWS, optimized=False) for ref in (g_ref, beta_ref))
         g = jnp.maximum(g, MIN_LOG_DECAY)
         whole = (g * STEPS).astype(I32).astype(F32) * (1 / STEPS)
@@ -209,6 +211,8 @@ def _block_kernel(
         publish(lookup * decay, q_smem, 1)
         a = jnp.where(row == column, 0.0, gram * decay * rows(beta, square))
         publish(_invert(a, a_smem, x_smem, interpret=interpret) * beta_columns, k_smem, 0)
+
+    lax.fori_loop(0, group, add_head, None)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -231,7 +235,7 @@ def _invert(a: Array, a_smem: Ref, x_smem: Ref, *, interpret: bool) -> Array:
 
     X A has other blocks than those of X A_off, but only below them: the mask may come after the product.
     """
-    square = a.shape
+    square = (CHUNK, CHUNK)
     row, column = iota(square, 0), iota(square, 1)
     apart = lax.bitwise_xor(row, column)
     parts = a_smem.shape[0]
