@@ -4,10 +4,10 @@
 normalised here, all in float32 FMA. It reads and writes every state once, and hardly anything else: the device's copy
 bandwidth bounds it. `commit_rows` moves what is only copied, the windows of the convolutions and the K/V rows.
 
-One launch serves all layers, because a launch of one layer ends before the memory system is busy. A kernel cannot pick
-a buffer by a run-time index, so each layer is a branch; the branches hold nothing but bulk copies between global and
-shared memory (and scalar loads), which need no TMA descriptor and no register layout: 48 branches that held register
-values took the layout inference minutes.
+One launch serves all layers, because a launch of one layer ends before the memory system is busy. Pallas cannot pick a
+buffer by a run-time index but with a branch for each, and a branch is code of its own: every block would fetch the
+instructions of its layer from far away, which took longer than its work. So `commit_states` selects between addresses
+(`_pick`). The few blocks of `commit_rows` do branch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.utils import arith, ir, memref
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 type Ref = Any  # memory or a view of it, for which jax has no public name
 type Layout = Any  # the same of layouts with parameters
+type Context = Any
+Registers = mgpu.FragmentedArray
 
 __all__ = ["commit_rows", "commit_states", "gdn_commit", "unsupported", "unsupported_rows"]
 
-KEY_BLOCK = 64  # key rows of a state per block: four or five blocks share a multiprocessor and hide each other's waits
-STEPS = 8  # path nodes staged in shared memory at a time
+KEY_BLOCK = 64  # key rows of a state per block: several blocks share a multiprocessor and hide each other's waits
+STEPS = 8  # path nodes in flight at a time
 ROW_STEPS = 16  # the same of K/V rows
 NORM_EPS = 1e-6
 LANE_COLUMNS = 128  # float32 columns that the 32 lanes of a warp cover with 16 bytes each
+NORM_TILE = 8  # rows of the tile whose row sums are the squared norm of a key, each of them
+SCALAR = plgpu.Layout.WG_SPLAT(())
 COPY_BYTES = 16  # granularity of bulk copies
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # contiguous copies then need no descriptor
 
@@ -103,22 +109,16 @@ def commit_states(
     """
     if reason := unsupported(states, keys, updates, path_decays):
         raise ValueError(reason)
-    batch, heads, key, value = states[0].shape
-    padding = -heads % (COPY_BYTES // 4)
-    path_decays = tuple(jnp.pad(x, [(0, 0), (0, 0), (0, padding)]) if padding else x for x in path_decays)
+    batch, heads, key = states[0].shape[:3]
     refs = [jax.new_ref(state) for state in states]
     plgpu.kernel(
-        functools.partial(_states_kernel, layers=len(states), group=heads // keys[0].shape[2]),
+        functools.partial(
+            _states_kernel, layers=len(states), group=heads // keys[0].shape[2], interpret=interpret is not None
+        ),
         out_type=(),
         scratch_types={
-            "s_smem": plgpu.SMEM((KEY_BLOCK, value), jnp.float32),
-            "k_smem": plgpu.SMEM((STEPS * key,), keys[0].dtype),
-            "whole_k_smem": plgpu.SMEM((STEPS, key), keys[0].dtype),
-            "u_smem": plgpu.SMEM((STEPS * value,), jnp.float32),
-            "decay_smem": plgpu.SMEM((STEPS + 1, heads + padding), jnp.float32),
-            "norm_smem": plgpu.SMEM((STEPS,), jnp.float32),
-            "state_ready": plgpu.Barrier(num_arrivals=2),
-            "rows_ready": plgpu.Barrier(num_arrivals=4, num_barriers=STEPS),
+            "k_smem": plgpu.SMEM((STEPS * key,), jnp.float32),
+            "norm_smem": plgpu.SMEM((STEPS * NORM_TILE,), jnp.float32),
         },
         grid=(len(states), batch, heads, key // KEY_BLOCK),
         grid_names=("layer", "row", "head", "block"),
@@ -145,79 +145,122 @@ def _tile_layout(rows: int, columns: int) -> Layout:
     )
 
 
-def _states_kernel(
-    *refs: Ref,
-    layers: int,
-    group: int,
-    s_smem: Ref,
-    k_smem: Ref,
-    whole_k_smem: Ref,
-    u_smem: Ref,
-    decay_smem: Ref,
-    norm_smem: Ref,
-    state_ready: Ref,
-    rows_ready: Ref,
-) -> None:
+def _load(
+    refs: Sequence[Ref], layer: Array, index: tuple, shape: tuple[int, ...], layout: Layout, *, interpret: bool
+) -> Array:
+    """Registers with `shape` from where `index` points to in the layer's buffer; a scalar where `shape` is ()."""
+    if interpret:
+
+        def branch(ref: Ref) -> Array:
+            return ref[_window(index, shape)]
+
+        return lax.switch(layer, [functools.partial(branch, ref) for ref in refs])
+
+    @plgpu.inline_mgpu(
+        arg_types=(SCALAR, (SCALAR,) * len(index), (plgpu.RefType(),) * len(refs)),
+        return_type=plgpu.ShapeDtypeStruct(shape, refs[0].dtype, layout=layout),
+    )
+    def read(_: Context, layer: Registers, index: tuple, refs: tuple) -> Registers:
+        source = _pick(refs, layer, index, shape)
+        if not shape:
+            return Registers.splat(memref.load(source, []), ())
+        return Registers.load_untiled(source, layout=layout.to_mgpu(), optimized=False)
+
+    return read(layer, index, tuple(refs))
+
+
+def _store(refs: Sequence[Ref], layer: Array, index: tuple, value: Array, layout: Layout, *, interpret: bool) -> None:
+    """Writes registers to where `index` points to in the layer's buffer."""
+    if interpret:
+
+        def branch(ref: Ref) -> None:
+            ref[_window(index, value.shape)] = value
+
+        lax.switch(layer, [functools.partial(branch, ref) for ref in refs])
+        return
+
+    shape = value.shape
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, (SCALAR,) * len(index), layout, (plgpu.RefType(),) * len(refs)))
+    def write(_: Context, layer: Registers, index: tuple, value: Registers, refs: tuple) -> None:
+        value.store_untiled(_pick(refs, layer, index, shape), optimized=False)
+
+    write(layer, index, value, tuple(refs))
+
+
+def _window(index: tuple, shape: tuple[int, ...]) -> tuple:
+    """`index`, its last entry the start of the first axis of `shape`, as an index of a Pallas reference."""
+    if not shape:
+        return index
+    return (*index[:-1], pl.ds(index[-1], shape[0]), *(slice(None) for _ in shape[1:]))
+
+
+def _pick(refs: tuple, layer: Registers, index: tuple, shape: tuple[int, ...]) -> ir.Value:
+    """The same window of a layer's buffer. All buffers have the same shape, so only the address is selected."""
+    number = layer.registers.item()
+    address = mgpu.utils.memref_ptr(refs[0])
+    for n, ref in enumerate(refs[1:], 1):
+        here = arith.cmpi(arith.CmpIPredicate.eq, number, mgpu.utils.c(n, number.type))
+        address = arith.select(here, mgpu.utils.memref_ptr(ref), address)
+    starts = [arith.index_cast(ir.IndexType.get(), x.registers.item()) for x in index]
+    window = starts
+    if shape:
+        rows = mgpu.utils.DynamicSlice(starts[-1], shape[0])
+        window = [*starts[:-1], rows, *(slice(None) for _ in shape[1:])]
+    return mgpu.utils.memref_slice(mgpu.utils.ptr_as_memref(address, refs[0].type), tuple(window))
+
+
+def _states_kernel(*refs: Ref, layers: int, group: int, interpret: bool, k_smem: Ref, norm_smem: Ref) -> None:
     states, keys, updates, decays = (refs[i * layers : (i + 1) * layers] for i in range(4))
     path_ref, count_ref = refs[4 * layers :]
     layer, row, head = (lax.axis_index(name) for name in ("layer", "row", "head"))
     start = lax.axis_index("block") * KEY_BLOCK
-    block = pl.ds(start, KEY_BLOCK)
-    key, value = whole_k_smem.shape[1], s_smem.shape[1]
-    layout, steps_layout = _tile_layout(KEY_BLOCK, value), _tile_layout(STEPS, key)
+    key, value = states[0].shape[2:]
+    layout, key_layout = _tile_layout(KEY_BLOCK, value), _tile_layout(NORM_TILE, key)
     count = count_ref[row]
-    copy = functools.partial(plgpu.copy_gmem_to_smem, oob_mode=IN_BOUNDS)
-
-    def fetch(s_ref: Ref, k_ref: Ref, u_ref: Ref, decay_ref: Ref, first: Array) -> None:
-        """Nothing here waits for memory but the copies' issue for the path, which stays in the first-level cache."""
-
-        @pl.when(first == 0)
-        def _() -> None:
-            copy(s_ref.at[row, head, block], s_smem, state_ready)
-            copy(decay_ref.at[row, path_ref[row, count - 1]], decay_smem.at[STEPS], state_ready)
-
-        def fetch_step(step: Array, _: None) -> None:
-            node, ready = path_ref[row, first + step], rows_ready.at[step]
-            key_head = lax.div(head, group)
-            copy(k_ref.at[row, node, key_head], k_smem.at[pl.ds(step * key, key)], ready)
-            copy(k_ref.at[row, pl.ds(node, 1), key_head], whole_k_smem.at[pl.ds(step, 1)], ready)
-            copy(u_ref.at[row, node, head], u_smem.at[pl.ds(step * value, value)], ready)
-            copy(decay_ref.at[row, node], decay_smem.at[step], ready)
-
-        lax.fori_loop(0, jnp.minimum(count - first, STEPS), fetch_step, None)
+    tile = (KEY_BLOCK, value)
+    load = functools.partial(_load, layer=layer, interpret=interpret)
 
     @pl.when(count > 0)
     def _() -> None:
-        def fold(batch: Array, written: Array) -> Array:
+        s = load(states, index=(row, head, start), shape=tile, layout=layout)
+        leaf = path_ref[row, count - 1]
+        leaf_decay = load(decays, index=(row, leaf, head), shape=(), layout=SCALAR)
+
+        def fold(batch: Array, s: Array) -> Array:
             """Adds up to `STEPS` nodes."""
             first = batch * STEPS
-            fetches = zip(states, keys, updates, decays, strict=True)
-            lax.switch(layer, [functools.partial(fetch, *layer_refs, first) for layer_refs in fetches])
-            pl.when(batch == 0)(lambda: plgpu.barrier_wait(state_ready))
-            staged = jnp.minimum(count - first, STEPS)
-            lax.fori_loop(0, staged, lambda step, _: plgpu.barrier_wait(rows_ready.at[step]), None)
-            k = plgpu.load(whole_k_smem, layout=steps_layout).astype(jnp.float32)
-            norm_smem[...] = lax.rsqrt(jnp.sum(k * k, axis=1) + NORM_EPS)
+            nodes = [path_ref[row, jnp.minimum(first + n, count - 1)] for n in range(STEPS)]
+            k_rows = [
+                load(
+                    keys,
+                    index=(row, node, lax.div(head, group), jnp.int32(0)),
+                    shape=(key,),
+                    layout=key_layout.reduce(0),
+                )
+                for node in nodes
+            ]
+            u_rows = [
+                load(updates, index=(row, node, head, jnp.int32(0)), shape=(value,), layout=layout.reduce(0))
+                for node in nodes
+            ]
+            node_decays = [load(decays, index=(row, node, head), shape=(), layout=SCALAR) for node in nodes]
+            for n, k_row in enumerate(k_rows):
+                k = k_row.astype(jnp.float32)
+                k_smem[pl.ds(n * key, key)] = k
+                squares = plgpu.layout_cast(lax.broadcast_in_dim(k * k, (NORM_TILE, key), [1]), key_layout)
+                norm_smem[pl.ds(n * NORM_TILE, NORM_TILE)] = lax.rsqrt(jnp.sum(squares, axis=1) + NORM_EPS)
             plgpu.commit_smem()
-
-            def add(step: Array, written: Array) -> Array:
-                weight = jnp.exp(decay_smem[STEPS, head] - decay_smem[step, head]) * norm_smem[step]
-                k = plgpu.load(k_smem.at[pl.ds(step * key + start, KEY_BLOCK)], layout=layout.reduce(1))
-                u = plgpu.load(u_smem.at[pl.ds(step * value, value)], layout=layout.reduce(0)) * weight
-                k = lax.broadcast_in_dim(k.astype(jnp.float32), written.shape, [0])
-                return written + k * lax.broadcast_in_dim(u, written.shape, [1])
-
-            written = lax.fori_loop(0, staged, add, written)
+            for n in range(STEPS):
+                weight = jnp.exp(leaf_decay - node_decays[n]) * norm_smem[n * NORM_TILE]
+                weight = jnp.where(first + n < count, weight, 0.0)
+                k = plgpu.load(k_smem.at[pl.ds(n * key + start, KEY_BLOCK)], layout=layout.reduce(1))
+                s += lax.broadcast_in_dim(k, tile, [0]) * lax.broadcast_in_dim(u_rows[n] * weight, tile, [1])
             plgpu.commit_smem()  # every warp has read these steps
-            return written
+            return s
 
-        zeros = plgpu.layout_cast(jnp.zeros((KEY_BLOCK, value), jnp.float32), layout)
-        written = lax.fori_loop(0, lax.div(count + STEPS - 1, STEPS), fold, zeros)
-        s_smem[...] = plgpu.load(s_smem, layout=layout) * jnp.exp(decay_smem[STEPS, head]) + written
-        plgpu.commit_smem()
-        stores = [functools.partial(plgpu.copy_smem_to_gmem, s_smem, s_ref.at[row, head, block]) for s_ref in states]
-        lax.switch(layer, stores)
-        plgpu.wait_smem_to_gmem(0)
+        s = lax.fori_loop(0, lax.div(count + STEPS - 1, STEPS), fold, s * jnp.exp(leaf_decay))
+        _store(states, layer, (row, head, start), s, layout, interpret=interpret)
 
 
 def unsupported_rows(
