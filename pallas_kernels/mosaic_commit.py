@@ -32,7 +32,7 @@ Registers = mgpu.FragmentedArray
 
 __all__ = ["commit_rows", "commit_states", "gdn_commit", "unsupported", "unsupported_rows"]
 
-KEY_BLOCK = 64  # key rows of a state per block: several blocks share a multiprocessor and hide each other's waits
+TILE = 128 * 128  # most elements of a state per block: 128 registers a thread
 STEPS = 8  # path nodes in flight at a time
 ROW_STEPS = 16  # the same of K/V rows
 NORM_EPS = 1e-6
@@ -109,7 +109,8 @@ def commit_states(
     """
     if reason := unsupported(states, keys, updates, path_decays):
         raise ValueError(reason)
-    batch, heads, key = states[0].shape[:3]
+    batch, heads, key, value = states[0].shape
+    rows = min(key, TILE // value)
     refs = [jax.new_ref(state) for state in states]
     plgpu.kernel(
         functools.partial(
@@ -120,7 +121,7 @@ def commit_states(
             "k_smem": plgpu.SMEM((STEPS * key,), jnp.float32),
             "norm_smem": plgpu.SMEM((STEPS * NORM_TILE,), jnp.float32),
         },
-        grid=(len(states), batch, heads, key // KEY_BLOCK),
+        grid=(len(states), batch, heads, key // rows),
         grid_names=("layer", "row", "head", "block"),
         interpret=interpret,
         kernel_name="gdn_commit_states",
@@ -214,11 +215,11 @@ def _states_kernel(*refs: Ref, layers: int, group: int, interpret: bool, k_smem:
     states, keys, updates, decays = (refs[i * layers : (i + 1) * layers] for i in range(4))
     path_ref, count_ref = refs[4 * layers :]
     layer, row, head = (lax.axis_index(name) for name in ("layer", "row", "head"))
-    start = lax.axis_index("block") * KEY_BLOCK
     key, value = states[0].shape[2:]
-    layout, key_layout = _tile_layout(KEY_BLOCK, value), _tile_layout(NORM_TILE, key)
+    tile = (key // lax.axis_size("block"), value)
+    start = lax.axis_index("block") * tile[0]
+    layout, key_layout = _tile_layout(*tile), _tile_layout(NORM_TILE, key)
     count = count_ref[row]
-    tile = (KEY_BLOCK, value)
     load = functools.partial(_load, layer=layer, interpret=interpret)
 
     @pl.when(count > 0)
@@ -254,7 +255,7 @@ def _states_kernel(*refs: Ref, layers: int, group: int, interpret: bool, k_smem:
             for n in range(STEPS):
                 weight = jnp.exp(leaf_decay - node_decays[n]) * norm_smem[n * NORM_TILE]
                 weight = jnp.where(first + n < count, weight, 0.0)
-                k = plgpu.load(k_smem.at[pl.ds(n * key + start, KEY_BLOCK)], layout=layout.reduce(1))
+                k = plgpu.load(k_smem.at[pl.ds(n * key + start, tile[0])], layout=layout.reduce(1))
                 s += lax.broadcast_in_dim(k, tile, [0]) * lax.broadcast_in_dim(u_rows[n] * weight, tile, [1])
             plgpu.commit_smem()  # every warp has read these steps
             return s
