@@ -73,8 +73,6 @@ def gdn_chunk(
     *,
     precision: Precision = "default",
     interpret: plgpu.InterpretGPUParams | None = None,
-    block: int = VALUE_BLOCK,
-    slots: int | None = None,
 ) -> GdnChunkResult:
     """See `pallas_kernels.gdn_chunk`.
 
@@ -87,7 +85,8 @@ def gdn_chunk(
     heads, value_dim = value.shape[2:]
     chunks = -(-tokens // CHUNK)
     parts = num_parts(precision)
-    slots = slots or {"default": 2, "highest": 1}[precision]
+    slots = {"default": 2, "highest": 1}[precision]  # what shared memory holds
+    block = VALUE_BLOCK
     simulated = interpret is not None
 
     def pad(x: Array) -> Array:
@@ -116,7 +115,7 @@ def gdn_chunk(
         interpret=interpret,
         kernel_name="gdn_chunk_blocks",
     )(query, key, log_decay, beta)
-    scan_tile = functools.partial(tile, dtype=BF16, lanes=min(CHUNK, block))
+    scan_tile = functools.partial(tile, dtype=BF16, lanes=CHUNK)
     output, final = plgpu.kernel(
         functools.partial(_scan_kernel, parts=parts, slots=slots, interpret=simulated),
         out_type=(
