@@ -51,10 +51,19 @@ SCALES = 4  # vectors that the first kernel leaves for the second, see `_block_k
 STEPS = 512.0  # decays are summed as multiples of 1/512, which is exact, plus the rest, which is small
 
 
-def unsupported(query: jax.ShapeDtypeStruct | Array, value: jax.ShapeDtypeStruct | Array) -> str | None:
+def unsupported(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,  # noqa: ARG001 - any is taken
+    beta: Array,  # noqa: ARG001
+    valid: Array,  # noqa: ARG001
+    state: Array,  # noqa: ARG001
+) -> str | None:
     """Which argument `gdn_chunk` cannot take, in one sentence, or None."""
-    if query.dtype != BF16 or value.dtype != BF16:
-        return f"query is {query.dtype.name} and value {value.dtype.name}, expected bfloat16"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dtype != BF16:
+            return f"{name} is {x.dtype.name}, expected bfloat16"
     if query.shape[3] not in {64, 128}:
         return f"the key dimension is {query.shape[3]}, expected 64 or 128"
     if value.shape[3] not in {64, 128, 256}:
@@ -79,7 +88,7 @@ def gdn_chunk(
     Raises:
         ValueError: shapes or dtypes that the kernels cannot take.
     """
-    if reason := unsupported(query, value):
+    if reason := unsupported(query, key, value, log_decay, beta, valid, state):
         raise ValueError(reason)
     batch, tokens, key_heads, key_dim = query.shape
     heads, value_dim = value.shape[2:]

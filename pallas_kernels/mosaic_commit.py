@@ -30,7 +30,7 @@ type Layout = Any  # the same of layouts with parameters
 type Context = Any
 Registers = mgpu.FragmentedArray
 
-__all__ = ["commit_rows", "commit_states", "gdn_commit", "unsupported", "unsupported_rows"]
+__all__ = ["commit_rows", "commit_states", "unsupported", "unsupported_rows"]
 
 TILE = 128 * 128  # most elements of a state per block: 128 registers a thread
 STEPS = 8  # path nodes in flight at a time
@@ -48,6 +48,8 @@ def unsupported(
     keys: Sequence[jax.ShapeDtypeStruct | Array],
     updates: Sequence[jax.ShapeDtypeStruct | Array],
     path_decays: Sequence[jax.ShapeDtypeStruct | Array],
+    path: jax.ShapeDtypeStruct | Array,  # noqa: ARG001 - any is taken
+    count: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
 ) -> str | None:
     """Which argument `commit_states` cannot take, in one sentence, or None."""
     for name, group, dtypes in (
@@ -67,20 +69,6 @@ def unsupported(
     if value not in {64, 128, 256}:
         return f"the value dimension is {value}, expected 64, 128 or 256"
     return None
-
-
-def gdn_commit(
-    state: Float[Array, "batch value_heads key value"],
-    key: Float[Array, "batch nodes key_heads key"],
-    update: Float[Array, "batch nodes value_heads value"],
-    path_decay: Float[Array, "batch nodes value_heads"],
-    path: Int[Array, "batch steps"],
-    count: Int[Array, " batch"],
-    *,
-    interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "batch value_heads key value"]:
-    """`commit_states` of one layer."""
-    return commit_states((state,), (key,), (update,), (path_decay,), path, count, interpret=interpret)[0]
 
 
 def commit_states(
@@ -107,7 +95,7 @@ def commit_states(
     Raises:
         ValueError: shapes or dtypes that the kernel cannot take.
     """
-    if reason := unsupported(states, keys, updates, path_decays):
+    if reason := unsupported(states, keys, updates, path_decays, path, count):
         raise ValueError(reason)
     batch, heads, key, value = states[0].shape
     rows = min(key, TILE // value)
@@ -267,8 +255,12 @@ def _states_kernel(*refs: Ref, layers: int, group: int, interpret: bool, k_smem:
 def unsupported_rows(
     windows: Sequence[jax.ShapeDtypeStruct | Array],
     inputs: Sequence[jax.ShapeDtypeStruct | Array],
+    taps: jax.ShapeDtypeStruct | Array,  # noqa: ARG001 - any is taken
     caches: Sequence[jax.ShapeDtypeStruct | Array],
     rows: Sequence[jax.ShapeDtypeStruct | Array],
+    lengths: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
+    path: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
+    count: jax.ShapeDtypeStruct | Array,  # noqa: ARG001
 ) -> str | None:
     """Which argument `commit_rows` cannot take, in one sentence, or None."""
     for name, targets, sources in (("window", windows, inputs), ("cache", caches, rows)):
@@ -312,7 +304,7 @@ def commit_rows(
     Raises:
         ValueError: shapes or dtypes that the kernel cannot take.
     """
-    if reason := unsupported_rows(windows, inputs, caches, rows):
+    if reason := unsupported_rows(windows, inputs, taps, caches, rows, lengths, path, count):
         raise ValueError(reason)
     refs = [jax.new_ref(x) for x in (*windows, *caches)]
     scratch: dict[str, Any] = {}
