@@ -98,7 +98,7 @@ def tree_attention(
         prefix.positions,
         kernel=attend_share,
         out_shape=share_shapes,
-        grid=(-(-total // rows), shares + 1, batch * kv_heads),
+        grid=(-(-total // rows), batch * kv_heads, shares + 1),
         name="tree_attention_shares",
         num_warps=tuning.warps,
         num_stages=tuning.stages,
@@ -128,17 +128,17 @@ def tree_attention(
 
 
 def _tune(pairs: int, total: int, head: int, capacity: int, itemsize: int) -> Tuning:
-    """One program a core, the nodes' own share included."""
+    """One program a core for the prefix."""
     device = jax.devices()[0]
     rows, block = _TILES.get(device.compute_capability, _SMALL_TILES)
     if itemsize > _NARROW:
         rows, block = rows // 4, block // 2
     rows = max(_SMALLEST_TILE, min(rows, _power_of_two(total)))
     block = max(_SMALLEST_TILE, min(block * _WIDTHS[-1] // head, 64))
-    shares = device.core_count // (pairs * -(-total // rows)) - 1
+    deep = rows == _SMALLEST_TILE and device.compute_capability in _TILES  # the queries leave room for a third stage
     # A share costs a write and a read of its partial results, so it should be worth a few steps.
-    shares = max(1, min(shares, capacity // (2 * block), _MAX_SHARES))
-    return Tuning(rows, block, warps=max(4, rows // 16), stages=2, shares=shares)
+    shares = min(device.core_count // (pairs * -(-total // rows)), capacity // (2 * block), _MAX_SHARES)
+    return Tuning(rows, block, warps=max(4, rows // 16), stages=3 if deep else 2, shares=max(1, shares))
 
 
 def _power_of_two(x: int) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 from _kernel_cases import forms_of
 from _kernel_workload import Normals, Shapes, Workload, ancestors_of, exact, random_parents, relative_error
 from flax import nnx
-from jax import lax
 
 import pallas_kernels
 from pallas_kernels import reference
@@ -105,9 +104,7 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
 def top_k_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     """The drafter's candidates of every depth; ids and values must be exact."""
 
-    def run(form: str, _: str) -> Any:  # noqa: ANN401
-        if form == "xla" and not hasattr(pallas_kernels, "top_k"):
-            return lambda logits: tuple(lax.top_k(logits, shapes.pool))
+    def run(form: Any, _: str) -> Callable[..., Any]:  # noqa: ANN401
         return lambda logits: pallas_kernels.top_k(logits, shapes.pool, implementation=form)
 
     def oracle(logits: jax.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +120,7 @@ def top_k_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     yield Workload(
         op="top_k",
         case=f"k={shapes.pool} of {shapes.depth} x {shapes.vocab}",
-        forms=forms_of("top_k") if hasattr(pallas_kernels, "top_k") else ("xla",),
+        forms=forms_of("top_k"),
         operands=lambda layer: (Normals(layer)(*logits, scale=3.0),),
         run=run,
         oracle=oracle,
