@@ -143,10 +143,8 @@ def _time(
             program = workload.foreign[form]()
         else:
             program = Program(workload.run(form, options.precision), layers[0], donates=workload.donates)
-    except ValueError as error:
-        return _Failure("unsupported", _first_line(error))
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other forms still run
-        return _Failure("failed", _first_line(error))
+        return _Failure("unsupported" if _is_refusal(error) else "failed", _first_line(error))
     try:
         first = layers[:1]
         (result,) = program(first)
@@ -162,6 +160,11 @@ def _time(
     except Exception as error:  # noqa: BLE001
         return _Failure("failed", _first_line(error))
     return figures
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a front door, or a public kernel, says that it cannot serve; compilers raise ValueErrors too."""
+    return isinstance(error, ValueError) and any(words in str(error) for words in ("cannot run as", "is not installed"))
 
 
 def _first_line(error: Exception) -> str:

@@ -71,16 +71,21 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "relative error 1.0" in entry["reason"]
 
 
-def test_what_a_form_cannot_take_is_told_apart_from_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "kind", "code"),
+    [("top_k cannot run as xla: it is Tuesday", "unsupported", 0), ("no such layout", "failed", 1)],
+)
+def test_refusals_are_told_apart_from_failures(
+    message: str, kind: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
-        message = "top_k takes no Tuesdays"
         raise ValueError(message)
 
     monkeypatch.setattr(pallas_kernels, "top_k", refuse)
-    code, report = run(tmp_path, "--ops", "top_k", "--implementations", "xla")
-    assert code == 0
-    assert report["rows"] == []
-    assert [entry["reason"] for entry in report["unsupported"]] == ["ValueError: top_k takes no Tuesdays"]
+    actual, report = run(tmp_path, "--ops", "top_k", "--implementations", "xla")
+    assert actual == code
+    assert [entry["reason"] for entry in report[kind]] == [f"ValueError: {message}"]
+    assert not report["rows"]
 
 
 def test_full_size_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
