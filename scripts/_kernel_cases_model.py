@@ -58,12 +58,14 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
         return *_caches(shapes, layer), taps, jnp.array([_LENGTH], jnp.int32), path, count
 
     def run(form: Any, _: str) -> Callable[..., Any]:  # noqa: ANN401
+        form_of_rows = form if form in forms_of("commit_rows") else "auto"
+
         def commit(caches: _Caches, tape: _Tape, taps: Any, lengths: Any, path: Any, count: Any) -> Any:  # noqa: ANN401
             states = pallas_kernels.commit_states(
                 caches.states, tape.keys, tape.updates, tape.path_decays, path, count, implementation=form
             )
             old = (caches.windows, tape.inputs, taps, caches.rows, tape.rows, lengths, path, count)
-            return _Caches(states, *pallas_kernels.commit_rows(*old, implementation=form)), lengths + count
+            return _Caches(states, *pallas_kernels.commit_rows(*old, implementation=form_of_rows)), lengths + count
 
         return commit
 
