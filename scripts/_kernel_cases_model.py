@@ -58,7 +58,7 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
         return *_caches(shapes, layer), taps, jnp.array([_LENGTH], jnp.int32), path, count
 
     def run(form: Any, _: str) -> Callable[..., Any]:  # noqa: ANN401
-        form_of_rows = form if form in forms_of("commit_rows") else "auto"
+        form_of_rows: Any = form if form in forms_of("commit_rows") else "auto"
 
         def commit(caches: _Caches, tape: _Tape, taps: Any, lengths: Any, path: Any, count: Any) -> Any:  # noqa: ANN401
             states = pallas_kernels.commit_states(
