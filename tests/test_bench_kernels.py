@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def test_full_size_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_program_hands_on_what_it_donates() -> None:
     layers: list[tuple[Any, ...]] = [(jax.numpy.zeros(3), jax.numpy.ones(3)), (jax.numpy.ones(3), jax.numpy.ones(3))]
-    program = Program(lambda total, x: (total + x, 2 * x), layers[0], donates=True)
+    with ThreadPoolExecutor() as pool:
+        program = Program(lambda total, x: (total + x, 2 * x), layers[0], pool, donates=True)
     results = [program(layers), program(layers)]
     np.testing.assert_array_equal([layer[0] for layer in layers], [[2, 2, 2], [3, 3, 3]])
     np.testing.assert_array_equal(results[1], np.full((2, 3), 2))
