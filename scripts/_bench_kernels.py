@@ -7,10 +7,12 @@ buffers, which therefore come from device memory; `hot` calls one layer again an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -123,10 +125,17 @@ class Kernels:
     def _meta(self, ceilings: Ceilings) -> dict[str, Any]:
         return {
             "precision": self.precision,
+            "compilers": dict(_installed("triton", "jax-triton", "torch", "fla-core")),
             "timer": "CUPTI, sum of kernel times" if jax.default_backend() == "gpu" else "clock of a CPU",
             "copy_bytes_per_second": ceilings.copy,
             "matmul_operations_per_second": ceilings.matmul,
         }
+
+
+def _installed(*distributions: str) -> Iterator[tuple[str, str]]:
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 def _measure(
