@@ -177,15 +177,15 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
     fractions = [
         plgpu.load(weighted_ref.at[batch, kv_head, split, row], layout=layout, optimized=False) for split in splits
     ]
-    tops, weights, peaks = ([stats_ref[i, batch, kv_head, split, row] for split in splits] for i in range(3))
-    top = functools.reduce(jnp.maximum, tops)
-    factors = [jnp.exp2(x - top) for x in tops]
+    units, weights = ([stats_ref[i, batch, kv_head, split, row] for split in splits] for i in range(2))
+    top = functools.reduce(jnp.maximum, units)
+    factors = [jnp.exp2(x - top) for x in units]
     weight = functools.reduce(jnp.add, [factor * x for factor, x in zip(factors, weights, strict=True)])
     inverse = jnp.where(top > SAW_NOTHING, 1.0 / weight, 0.0)
     out = jnp.float32(0)
-    for bits, factor, peak in zip(fractions, factors, peaks, strict=True):
+    for bits, factor in zip(fractions, factors, strict=True):
         fraction = lax.bitcast_convert_type(bits, jnp.float16).astype(F32)
-        out = out + fraction * lax.broadcast_in_dim(factor * peak * inverse, fraction.shape, [])
+        out = out + fraction * lax.broadcast_in_dim(factor * inverse, fraction.shape, [])
     if plan.packed:
         node, member = lax.div(row, jnp.int32(plan.group)), lax.rem(row, jnp.int32(plan.group))
     else:
@@ -196,11 +196,11 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
 def _merge_with_xla(plan: Plan, weighted: Array, stats: Array, dtype: jnp.dtype) -> Array:
     rows = plan.nodes * plan.group
     fractions = lax.bitcast_convert_type(weighted[..., :rows, :], jnp.float16).astype(F32)
-    tops, weights, peaks = stats[..., :rows]
-    top = jnp.max(tops, axis=2, keepdims=True)
-    factors = jnp.where(top > SAW_NOTHING, jnp.exp2(tops - top), 0.0)
+    units, weights = stats[..., :rows]
+    top = jnp.max(units, axis=2, keepdims=True)
+    factors = jnp.where(top > SAW_NOTHING, jnp.exp2(units - top), 0.0)
     weight = jnp.sum(factors * weights, axis=2)[..., None]
-    out = jnp.sum(fractions * (factors * peaks)[..., None], axis=2) / jnp.where(weight > 0, weight, 1.0)
+    out = jnp.sum(fractions * factors[..., None], axis=2) / jnp.where(weight > 0, weight, 1.0)
     if plan.packed:
         out = out.reshape(plan.batch, plan.kv_heads, plan.nodes, plan.group, plan.head).transpose(0, 2, 1, 3, 4)
     else:
