@@ -114,12 +114,19 @@ def tree_attention(
         group=heads // kv_heads,
         head=head,
         row_tiles=row_tiles,
-        splits=min(splits or max(MULTIPROCESSORS // blocks, 1), tiles),
+        splits=min(splits or _best_splits(blocks), tiles),
         window=0 if prefix is None else window,
         interpret=interpret,
     )
     parts = attend_in_parts(plan, _operands(plan, query, key, value, mask, prefix))
     return _merge(plan, *parts, query.dtype)
+
+
+def _best_splits(blocks: int) -> int:
+    """Parts of the context that take the least time when each takes its share of it; the fewest of them."""
+    most = max(MULTIPROCESSORS // blocks, 4)
+    rounds = {splits: -(-blocks * splits // MULTIPROCESSORS) for splits in range(1, most + 1)}
+    return min(rounds, key=lambda splits: rounds[splits] / splits)
 
 
 def _operands(plan: Plan, query: Array, key: Array, value: Array, mask: Array, prefix: Prefix | None) -> Operands:
@@ -171,7 +178,7 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
     """One row of the output."""
     batch, kv_head, row = (lax.axis_index(name) for name in ("batch", "kv_head", "row"))
     if not plan.interpret:
-        plgpu.griddepcontrol_wait()  # launched while the parts are still running
+        plgpu.griddepcontrol_wait()  # its launch overlaps the end of the first kernel
     splits = range(plan.splits)
     layout = plgpu.Layout.WG_STRIDED((plan.head,), vec_size=plan.head // WARPGROUP)
     fractions = [

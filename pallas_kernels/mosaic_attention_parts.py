@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-EXPERIMENT = {"wait": False, "launch": False}
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
@@ -206,10 +204,6 @@ class _Part:
 
 
 def _part_kernel(plan: Plan, refs: Operands, weighted_ref: Any, stats_ref: Any, scratch: _Scratch) -> None:
-    if EXPERIMENT["wait"] and not plan.interpret:
-        plgpu.griddepcontrol_wait()
-    if EXPERIMENT["launch"] and not plan.interpret:
-        plgpu.griddepcontrol_launch_dependents()
     part = _Part(plan, refs)
 
     @pl.when(part.warpgroup < plan.warpgroups)
