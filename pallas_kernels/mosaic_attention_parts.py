@@ -232,6 +232,11 @@ def _part_kernel(plan: Plan, refs: Operands, weighted_ref: Any, stats_ref: Any, 
             _fill(part, scratch, 2 * step, step, refs.key, refs.keys)
             _fill(part, scratch, 2 * step + 1, step, refs.value, refs.values)
 
+        # No warpgroup may leave while another still multiplies: wait until what was loaded last has been read.
+        @pl.loop(jnp.maximum(2 * part.count - plan.slots, 0), 2 * part.count)
+        def _drain(sequence: Array) -> None:
+            plgpu.barrier_wait(scratch.free.at[lax.rem(sequence, jnp.int32(plan.slots))])
+
 
 def _fill(part: _Part, scratch: _Scratch, sequence: Array, step: Array, of_nodes: Any, of_prefix: Any) -> None:
     """Fetch the tile of a step into the ring's next slot, once that is free."""

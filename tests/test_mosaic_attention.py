@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_cases import ancestors_of, random_tree
 
 from pallas_kernels import Prefix, mosaic_attention, reference
+from pallas_kernels.mosaic_attention_parts import Tuning
 
 INTERPRETED = plgpu.InterpretGPUParams()
 
@@ -99,6 +100,15 @@ def test_interpreted_it_is_the_oracle(shape: Shape) -> None:
     case = make_case(shape)
     run = functools.partial(mosaic_attention.tree_attention, window=shape.window, interpret=INTERPRETED, splits=3)
     assert relative_error(run(*case[:4], prefix=case.prefix), expected(case, shape.window)) < 2.5e-3
+
+
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_tiles_pass_through_few_slots(nodes: int) -> None:
+    """Every slot is filled several times."""
+    case = make_case(Shape(nodes, 1, 2, 64, 512, (511,)))
+    tuning = Tuning(warpgroups=1 if nodes == 1 else 2, tile=64, slots=3)
+    run = functools.partial(mosaic_attention.tree_attention, interpret=INTERPRETED, tuning=tuning, splits=1)
+    assert relative_error(run(*case[:4], prefix=case.prefix), expected(case, 0)) < 2.5e-3
 
 
 @pytest.mark.gpu
