@@ -2,7 +2,8 @@
 
 - "reference": token-by-token loops in numpy, slow by design, not traceable; the oracle of the tests.
 - "xla": jnp; runs and trains on every device.
-- "auto": the fastest form that supports the arguments, today always "xla".
+- "auto": the fastest form that takes the arguments on this device; the logger "pallas_kernels" says once, at level
+  INFO, which one that is and what kept faster ones off.
 
 Layouts. The batch is the first axis, nodes or tokens the second, heads the third. Value head h uses key head
 h // (value_heads / key_heads), query head h uses key/value head h // (heads / kv_heads). A recurrent state is
@@ -10,7 +11,8 @@ h // (value_heads / key_heads), query head h uses key/value head h // (heads / k
 children's, and node 0 is the root.
 
 Arithmetic. The gated delta rule is computed in float32 whatever the dtype of the inputs, its matrix products without
-tf32. Attention multiplies in its inputs' dtype, and accumulates and normalises in float32.
+tf32; with `precision="default"` a form for GPUs may err by 5e-4 of the norm of the result, with "highest" by 5e-6.
+Attention multiplies in its inputs' dtype, and accumulates and normalises in float32.
 
 The gated delta rule, per value head, with q and k l2-normalised here and q multiplied by key^-0.5:
 S ← e^g S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq (Yang et al. 2024, arXiv 2412.06464). Log-decays below −88 count as
@@ -19,38 +21,32 @@ S ← e^g S; u = β (v − Sᵀk); S ← S + k uᵀ; o = Sᵀq (Yang et al. 2024
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
-
-from pallas_kernels import reference, xla, xla_attention
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from pallas_kernels.dispatch import Implementation, Precision, call, default_implementation, implementations
+from pallas_kernels.xla import take_nodes
+from pallas_kernels.xla_commit import write_rows
 
 __all__ = [
     "GdnChunkResult",
     "GdnTreeResult",
+    "Implementation",
+    "Precision",
     "Prefix",
+    "commit_rows",
+    "commit_states",
     "default_implementation",
     "gdn_chunk",
-    "gdn_commit",
     "gdn_tree_verify",
+    "implementations",
     "l2_normalise",
+    "take_nodes",
+    "top_k",
     "tree_attention",
     "tree_conv",
+    "write_rows",
 ]
-
-type Implementation = Literal["auto", "xla", "reference"]
-
-
-def default_implementation() -> Implementation:
-    """The form that "auto" stands for on this device."""
-    return "xla"
 
 
 def l2_normalise(x: Float[Array, "... key"], *, implementation: Implementation = "auto") -> Float[Array, "... key"]:
@@ -63,7 +59,7 @@ def l2_normalise(x: Float[Array, "... key"], *, implementation: Implementation =
     Raises:
         ValueError: unknown implementation.
     """
-    return _choose(implementation, xla.l2_normalise, reference.l2_normalise)(x)
+    return call("l2_normalise", implementation, x)
 
 
 def gdn_tree_verify(
@@ -76,6 +72,7 @@ def gdn_tree_verify(
     state: Float[Array, "batch value_heads key value"],
     *,
     implementation: Implementation = "auto",
+    precision: Precision = "default",
 ) -> GdnTreeResult:
     """Gated delta rule on every root-to-node path of a tree at once; the state is read, never written.
 
@@ -89,52 +86,95 @@ def gdn_tree_verify(
             unused node: its outputs are finite and mean nothing, and no other node sees it.
         state: committed state, in which the root is not yet.
         implementation: see the module.
+        precision: see the module.
 
     Returns:
         Outputs, updates and path decays, float32; a commit takes the last two.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown implementation.
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
     """
     _check_heads(query, key, value)
     _check_gates(value, log_decay, beta)
     _check_shape("ancestors", ancestors, (*value.shape[:2], value.shape[1]), "batch, nodes, nodes")
     _check_state(state, key, value)
-    verify = _choose(implementation, xla.gdn_tree_verify, reference.gdn_tree_verify)
-    return verify(query, key, value, log_decay, beta, ancestors, state)
+    operands = (query, key, value, log_decay, beta, ancestors, state)
+    return call("gdn_tree_verify", implementation, *operands, precision=precision)
 
 
-def gdn_commit(
-    state: Float[Array, "batch value_heads key value"],
-    key: Float[Array, "batch nodes key_heads key"],
-    update: Float[Array, "batch nodes value_heads value"],
-    path_decay: Float[Array, "batch nodes value_heads"],
+def commit_states(
+    states: tuple[Float[Array, "batch value_heads key value"], ...],
+    keys: tuple[Float[Array, "batch nodes key_heads key"], ...],
+    updates: tuple[Float[Array, "batch nodes value_heads value"], ...],
+    path_decays: tuple[Float[Array, "batch nodes value_heads"], ...],
     path: Int[Array, "batch steps"],
     count: Int[Array, " batch"],
     *,
     implementation: Implementation = "auto",
-) -> Float[Array, "batch value_heads key value"]:
-    """State after the accepted path: S ← e^{G_leaf} S + Σ_j e^{G_leaf − G_j} k_j u_jᵀ.
+) -> tuple[Float[Array, "batch value_heads key value"], ...]:
+    """States of all layers after the accepted path: S ← e^{G_leaf} S + Σ_j e^{G_leaf − G_j} k_j u_jᵀ.
 
     Args:
-        state: the state that verification read.
-        key: raw keys, as given to verification.
-        update: updates that verification returned.
-        path_decay: path decays that it returned.
+        states: per layer, the state that verification read; in place where it is donated.
+        keys: per layer, the raw keys as given to verification.
+        updates: per layer, the updates that verification returned.
+        path_decays: per layer, the path decays that it returned.
         path: node indices, root first; entries at and beyond `count` are ignored.
-        count: accepted nodes; a row with 0 gets its state back bit for bit.
+        count: accepted nodes; a row with 0 gets its states back bit for bit.
         implementation: see the module.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown implementation.
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
     """
-    _check_heads(key, key, update)
-    _check_state(state, key, update)
-    _check_shape("path_decay", path_decay, update.shape[:3], "batch, nodes, value_heads")
-    _check_shape("path", path, (len(state), *path.shape[1:2]), "batch, steps")
-    _check_shape("count", count, (len(state),), "batch")
-    commit = _choose(implementation, xla.gdn_commit, reference.gdn_commit)
-    return commit(state, key, update, path_decay, path, count)
+    if not states:
+        return ()
+    for state, key, update, path_decay in zip(states, keys, updates, path_decays, strict=True):
+        _check_heads(key, key, update)
+        _check_state(state, key, update)
+        _check_shape("path_decay", path_decay, update.shape[:3], "batch, nodes, value_heads")
+    _check_path(path, count, len(states[0]))
+    return call("commit_states", implementation, states, keys, updates, path_decays, path, count)
+
+
+def commit_rows(
+    windows: tuple[Float[Array, "batch window channels"], ...],
+    inputs: tuple[Float[Array, "batch nodes channels"], ...],
+    taps: Int[Array, "batch nodes width"],
+    caches: tuple[Shaped[Array, "batch kv_heads capacity head"], ...],
+    rows: tuple[Shaped[Array, "batch nodes kv_heads head"], ...],
+    lengths: Int[Array, " batch"],
+    path: Int[Array, "batch steps"],
+    count: Int[Array, " batch"],
+    *,
+    implementation: Implementation = "auto",
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Convolution windows and K/V caches of all layers after the accepted path.
+
+    Args:
+        windows: per layer with a convolution, the inputs committed last, oldest first; in place where donated.
+        inputs: per such layer, the nodes' inputs of the convolution.
+        taps: as given to `tree_conv`.
+        caches: keys and values of the attention layers, each an entry of its own; in place where donated.
+        rows: per cache, the nodes' rows.
+        lengths: row of the caches that the root goes to; rows beyond the capacity fall on the last one.
+        path: node indices, root first; entries at and beyond `count` are ignored.
+        count: accepted nodes; a row with 0 keeps everything bit for bit.
+        implementation: see the module.
+
+    Returns:
+        Windows and caches.
+
+    Raises:
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+    """
+    batch, nodes = taps.shape[:2]
+    for window, channels in zip(windows, inputs, strict=True):
+        _check_shape("window", window, (batch, *window.shape[1:2], channels.shape[2]), "batch, window, channels")
+        _check_shape("inputs", channels, (batch, nodes, channels.shape[2]), "batch, nodes, channels")
+    for cache, new in zip(caches, rows, strict=True):
+        _check_shape("rows", new, (batch, nodes, cache.shape[1], cache.shape[3]), "batch, nodes, kv_heads, head")
+    _check_path(path, count, batch)
+    return call("commit_rows", implementation, windows, inputs, taps, caches, rows, lengths, path, count)
 
 
 def gdn_chunk(
@@ -147,6 +187,7 @@ def gdn_chunk(
     state: Float[Array, "batch value_heads key value"],
     *,
     implementation: Implementation = "auto",
+    precision: Precision = "default",
 ) -> GdnChunkResult:
     """Gated delta rule over a run of text, from a state to a state, differentiable in reverse.
 
@@ -159,19 +200,20 @@ def gdn_chunk(
         valid: false at padding, which neither decays nor writes and whose outputs mean nothing.
         state: state before the first token.
         implementation: see the module.
+        precision: see the module.
 
     Returns:
         Outputs and the last state, float32.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown implementation.
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
     """
     _check_heads(query, key, value)
     _check_gates(value, log_decay, beta)
     _check_shape("valid", valid, value.shape[:2], "batch, tokens")
     _check_state(state, key, value)
-    chunk = _choose(implementation, xla.gdn_chunk, reference.gdn_chunk)
-    return chunk(query, key, value, log_decay, beta, valid, state)
+    operands = (query, key, value, log_decay, beta, valid, state)
+    return call("gdn_chunk", implementation, *operands, precision=precision)
 
 
 def tree_conv(
@@ -192,14 +234,14 @@ def tree_conv(
         implementation: see the module.
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown implementation.
+        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
     """
     batch, nodes, channels = inputs.shape
     width = kernel.shape[0]
     _check_shape("window", window, (batch, width - 1, channels), "batch, width - 1, channels")
     _check_shape("kernel", kernel, (width, channels), "width, channels")
     _check_shape("taps", taps, (batch, nodes, width), "batch, nodes, width")
-    return _choose(implementation, xla.tree_conv, reference.tree_conv)(inputs, window, kernel, taps)
+    return call("tree_conv", implementation, inputs, window, kernel, taps)
 
 
 def tree_attention(
@@ -248,32 +290,32 @@ def tree_attention(
         _check_shape("prefix.values", prefix.values, rows, "batch, kv_heads, capacity, head")
         _check_shape("prefix.lengths", prefix.lengths, (batch,), "batch")
         _check_shape("prefix.positions", prefix.positions, (batch, nodes), "batch, nodes")
-    attend = _choose(implementation, xla_attention.tree_attention, reference.tree_attention)
-    return attend(query, key, value, mask, prefix=prefix, window=window)
+    return call("tree_attention", implementation, query, key, value, mask, prefix, window=window)
 
 
-def _choose(implementation: str, fast: Callable, slow: Callable) -> Callable:
-    match implementation:
-        case "auto" | "xla":
-            return fast
-        case "reference":
-            return _on_host(slow)
-        case _:
-            message = f"unknown implementation {implementation!r}, choose from 'auto', 'xla', 'reference'"
-            raise ValueError(message)
+def top_k(
+    logits: Float[Array, "*batch vocab"], k: int, *, implementation: Implementation = "auto"
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    """The `k` largest logits of every row in float32, best first, and their int32 ids; the lowest id wins a tie.
 
+    What `lax.top_k` gives for the float32 row: floats are ordered by their bits, so −0 is below 0. NaNs come first in
+    the form "xla"; the others put those whose sign bit is set below −inf.
 
-def _on_host(oracle: Callable) -> Callable:
-    """The numpy oracle as a function of jax arrays."""
+    Args:
+        logits: float32 or bfloat16; compared as float32.
+        k: 1 to vocab.
+        implementation: see the module.
 
-    def to_host(x: Array | int) -> np.ndarray | int:
-        return np.asarray(x) if isinstance(x, Array) else x
-
-    def call(*args: Array, **options: Prefix | int | None) -> Array | GdnTreeResult | GdnChunkResult:
-        args, options = jax.tree.map(to_host, (args, options))
-        return jax.tree.map(jnp.asarray, oracle(*args, **options))
-
-    return call
+    Raises:
+        ValueError: k is out of range, or an implementation that is unknown or cannot take this.
+    """
+    vocab = logits.shape[-1]
+    if not 1 <= k <= vocab:
+        message = f"k is {k}, expected 1 to {vocab}, the logits in a row"
+        raise ValueError(message)
+    values, ids = call("top_k", implementation, logits.reshape(-1, vocab), k=k)
+    shape = (*logits.shape[:-1], k)
+    return values.reshape(shape), ids.reshape(shape)
 
 
 def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> None:
@@ -293,6 +335,11 @@ def _check_heads(query: Array, key: Array, value: Array) -> None:
 def _check_gates(value: Array, log_decay: Array, beta: Array) -> None:
     _check_shape("log_decay", log_decay, value.shape[:3], "batch, nodes, value_heads")
     _check_shape("beta", beta, value.shape[:3], "batch, nodes, value_heads")
+
+
+def _check_path(path: Array, count: Array, batch: int) -> None:
+    _check_shape("path", path, (batch, *path.shape[1:2]), "batch, steps")
+    _check_shape("count", count, (batch,), "batch")
 
 
 def _check_state(state: Array, key: Array, value: Array) -> None:

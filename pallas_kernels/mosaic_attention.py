@@ -57,7 +57,15 @@ TUNING = {
 }
 
 
-def unsupported(query: Array, key: Array, value: Array, prefix: Prefix | None) -> str | None:
+def unsupported(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array,  # noqa: ARG001 - any is taken
+    prefix: Prefix | None,
+    *,
+    window: int = 0,  # noqa: ARG001
+) -> str | None:
     """Which argument the kernel cannot take, in one sentence; None when it takes them all."""
     nodes, _, head = query.shape[1:]
     arrays = {"query": query, "key": key, "value": value}
@@ -81,8 +89,8 @@ def tree_attention(
     key: Float[Array, "batch nodes kv_heads head"],
     value: Float[Array, "batch nodes kv_heads head"],
     mask: Bool[Array, "batch nodes nodes"],
-    *,
     prefix: Prefix | None,
+    *,
     window: int = 0,
     interpret: Any = None,  # noqa: ANN401  # plgpu.InterpretGPUParams(), or None for a GPU
     tuning: Tuning | None = None,

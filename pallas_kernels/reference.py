@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
 
@@ -50,24 +50,48 @@ def gdn_tree_verify(
     return GdnTreeResult(output, update, path_decay)  # pyrefly: ignore[bad-argument-type]
 
 
-def gdn_commit(
-    state: Float[np.ndarray, "batch value_heads key value"],
-    key: Float[np.ndarray, "batch nodes key_heads key"],
-    update: Float[np.ndarray, "batch nodes value_heads value"],
-    path_decay: Float[np.ndarray, "batch nodes value_heads"],
+def commit_states(
+    states: tuple[Float[np.ndarray, "batch value_heads key value"], ...],
+    keys: tuple[Float[np.ndarray, "batch nodes key_heads key"], ...],
+    updates: tuple[Float[np.ndarray, "batch nodes value_heads value"], ...],
+    path_decays: tuple[Float[np.ndarray, "batch nodes value_heads"], ...],
     path: Int[np.ndarray, "batch steps"],
     count: Int[np.ndarray, " batch"],
-) -> Float[np.ndarray, "batch value_heads key value"]:
-    """Walk the accepted path from the root, S ← e^{G_j − G_parent} S + k_j u_jᵀ."""
-    state, key, update, path_decay = _promote(state, key, update, path_decay)
-    k, state = _keys(key, update), state.copy()
-    for row in range(state.shape[0]):
-        before = np.zeros_like(path_decay[row, 0])
-        for node in path[row, : count[row]]:
-            decay = np.exp(path_decay[row, node] - before)
-            state[row] = decay[:, None, None] * state[row] + k[row, node][:, :, None] * update[row, node][:, None, :]
-            before = path_decay[row, node]
-    return state
+) -> tuple[Float[np.ndarray, "batch value_heads key value"], ...]:
+    """Walk the accepted path from the root in every layer, S ← e^{G_j − G_parent} S + k_j u_jᵀ."""
+    committed = []
+    for layer in zip(states, keys, updates, path_decays, strict=True):
+        state, key, update, path_decay = _promote(*layer)
+        k, state = _keys(key, update), state.copy()
+        for row in range(state.shape[0]):
+            before = np.zeros_like(path_decay[row, 0])
+            for node in path[row, : count[row]]:
+                decay = np.exp(path_decay[row, node] - before)
+                state[row] = decay[:, None, None] * state[row] + k[row, node][:, :, None] * update[row, node][:, None]
+                before = path_decay[row, node]
+        committed.append(state)
+    return tuple(committed)
+
+
+def commit_rows(
+    windows: tuple[Float[np.ndarray, "batch window channels"], ...],
+    inputs: tuple[Float[np.ndarray, "batch nodes channels"], ...],
+    taps: Int[np.ndarray, "batch nodes width"],  # noqa: ARG001 - the path says it too
+    caches: tuple[Shaped[np.ndarray, "batch kv_heads capacity head"], ...],
+    rows: tuple[Shaped[np.ndarray, "batch nodes kv_heads head"], ...],
+    lengths: Int[np.ndarray, " batch"],
+    path: Int[np.ndarray, "batch steps"],
+    count: Int[np.ndarray, " batch"],
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """One node after the other: a window drops its oldest row for the node's, a cache gets the node's row."""
+    windows, caches = (tuple(x.copy() for x in group) for group in (windows, caches))
+    for row in range(len(count)):
+        for step, node in enumerate(path[row, : count[row]]):
+            for window, channels in zip(windows, inputs, strict=True):
+                window[row] = np.concatenate([window[row, 1:], channels[row, node][None]])
+            for cache, new in zip(caches, rows, strict=True):
+                cache[row, :, min(lengths[row] + step, cache.shape[2] - 1)] = new[row, node]
+    return windows, caches
 
 
 def gdn_chunk(
@@ -111,8 +135,8 @@ def tree_attention(
     key: Float[np.ndarray, "batch nodes kv_heads head"],
     value: Float[np.ndarray, "batch nodes kv_heads head"],
     mask: Bool[np.ndarray, "batch nodes nodes"],
-    *,
     prefix: Prefix | None,
+    *,
     window: int = 0,
 ) -> Float[np.ndarray, "batch nodes heads head"]:
     """One dense softmax per row and head over the visible prefix rows followed by the visible nodes."""
@@ -134,6 +158,17 @@ def tree_attention(
             weights = np.exp(scores - scores.max())
             result[row, node, h] = weights @ values / weights.sum()
     return result.astype(query.dtype)
+
+
+def top_k(
+    logits: Float[np.ndarray, "rows vocab"], *, k: int
+) -> tuple[Float[np.ndarray, "rows k"], Int[np.ndarray, "rows k"]]:
+    """A stable sort by the bits of the float32 values, the largest first."""
+    values = logits.astype(np.float32)
+    bits = values.view(np.int32).astype(np.int64)
+    keys = np.where(bits < 0, -(2**31) - bits - 1, bits)
+    ids = np.argsort(-keys, axis=-1, kind="stable")[:, :k].astype(np.int32)
+    return np.take_along_axis(values, ids, axis=-1), ids
 
 
 def _promote(*arrays: np.ndarray) -> list[np.ndarray]:

@@ -26,8 +26,8 @@ def tree_attention(
     key: Float[Array, "batch nodes kv_heads head"],
     value: Float[Array, "batch nodes kv_heads head"],
     mask: Bool[Array, "batch nodes nodes"],
-    *,
     prefix: Prefix | None,
+    *,
     window: int = 0,
 ) -> Float[Array, "batch nodes heads head"]:
     """The nodes first, then the prefix blocks that hold a visible row, folded into one running softmax."""

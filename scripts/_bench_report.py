@@ -108,6 +108,23 @@ def show_budgets(report: dict[str, Any]) -> None:
     console.print(rows)
 
 
+def show_kernels(report: dict[str, Any]) -> None:
+    """Prints time, floor and error of every program, and what was not timed."""
+    console = Console(highlight=False, markup=False, width=140)
+    meta = report["meta"]
+    copy, product = meta["copy_bytes_per_second"] / 1e12, meta["matmul_operations_per_second"] / 1e12
+    console.print(f"{meta['device']}, {meta['timer']}; copy {copy:.2f} TB/s, bfloat16 product {product:.0f} TFLOP/s")
+    rows = _table("op", "case", "form", "buffers", "us", "floor", "us/floor", "kernels", "rel. error")
+    for row in report["rows"]:
+        name = (row["op"], row["case"], row["implementation"], row["buffers"])
+        figures = (row["us"], row["floor_us"], row["us"] / row["floor_us"])
+        rows.add_row(*name, *(f"{x:.1f}" for x in figures), str(row["kernels"]), f"{row['rel_err']:.1e}")
+    console.print(rows)
+    for kind in ("unsupported", "failed"):
+        for entry in report[kind]:
+            console.print(f"{kind}: {entry['op']}, {entry['case']}, {entry['implementation']}: {entry['reason']}")
+
+
 def plot_pareto(rows: Rows, path: Path) -> None:
     """Tokens a round of the last set against dependent steps and against nodes that the Weaver expands."""
     from matplotlib import pyplot as plt

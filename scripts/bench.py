@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import platform
 import shlex
 import sys
@@ -21,6 +22,7 @@ import common  # isort: skip - before jax
 import tyro
 from _bench_acceptance import Acceptance
 from _bench_budgets import Budgets
+from _bench_kernels import Kernels
 from _bench_trees import Trees
 
 import tfm_jax
@@ -28,7 +30,12 @@ from tfm_jax import runtime
 from tfm_jax.errors import TfmError
 
 # Options of each sub-command; `measure` makes the report, `show` prints it, `plot` draws it, `failure` judges it.
-COMMANDS: dict[str, Callable[..., Any]] = {"acceptance": Acceptance, "trees": Trees, "budgets": Budgets}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "acceptance": Acceptance,
+    "trees": Trees,
+    "budgets": Budgets,
+    "kernels": Kernels,
+}
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 _CHECK_FAILED = 1
 
@@ -68,7 +75,7 @@ def check_output(path: Path | None) -> None:
 
 
 def describe_run(words: Sequence[str]) -> dict[str, Any]:
-    """What a reader needs to judge or repeat a measurement: device, versions, date, command."""
+    """What a reader needs to judge or repeat a measurement: device, versions, date, command, XLA's flags."""
     return {
         "device": runtime.device_name(),
         "versions": {
@@ -78,6 +85,7 @@ def describe_run(words: Sequence[str]) -> dict[str, Any]:
         },
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "scripts/bench.py", *words]),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

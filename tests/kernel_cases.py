@@ -49,7 +49,9 @@ def read_text(implementation: str, *operands: AnyArray) -> GdnChunkResult:
 
 
 def commit(implementation: str, *operands: AnyArray) -> np.ndarray:
-    return np.asarray(kernel("gdn_commit", implementation)(*map(to_device, operands)))
+    """Of one layer: state, key, update, path decay, then path and count."""
+    *layer, path, count = map(to_device, operands)
+    return np.asarray(kernel("commit_states", implementation)(*((x,) for x in layer), path, count)[0])
 
 
 def convolve(implementation: str, *operands: AnyArray) -> np.ndarray:

@@ -167,7 +167,7 @@ def test_report_has_a_row_for_every_setting_and_set(report: dict[str, Any]) -> N
         assert 1 <= low <= row["acceptance_length"] <= high <= 16
         assert row["tokens_per_second"] > 0
     assert [(item["against"], item["set"]) for item in report["comparisons"]] == [("chain", name) for name in sets]
-    assert {"device", "versions", "date", "command", "dtype", "model"} <= report["meta"].keys()
+    assert {"device", "versions", "date", "command", "xla_flags", "dtype", "model"} <= report["meta"].keys()
     assert report["meta"]["sets"]["val"]["prompt_tokens"] == [50, 50]
 
 

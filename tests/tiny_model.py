@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +87,9 @@ def _logits(step: int) -> np.ndarray:
     return np.asarray(target.logits(hidden), np.float64)
 
 
-def optimised(function: Callable) -> Callable:
-    """Unlike in the rest of the suite, here running takes the time, not compiling."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 1})
+def optimised(function: Callable, **options: Any) -> Callable:  # noqa: ANN401 - options of `jax.jit`
+    """For programs that, unlike the rest of the suite's, take their time to run, not to compile."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 1}, **options)
 
 
 def write(params: Params, state: DecodeState) -> jax.Array:

@@ -5,12 +5,10 @@ Verification wrote nothing, so there is nothing to roll back: rejected nodes sim
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
-from pallas_kernels import gdn_commit
-from tfm_jax.state import DeltaState, DeltaTape, KVCache, KVRows, TargetState, write_rows
+from pallas_kernels import commit_rows, commit_states
+from tfm_jax.state import DeltaState, DeltaTape, KVCache, KVRows, TargetState
 
 
 def commit_path(
@@ -29,39 +27,32 @@ def commit_path(
         count: accepted nodes, the root included; 0 for finished rows.
         taps: as given to `Target.verify`.
     """
-
-    def commit(cache: KVCache | DeltaState, rows: KVRows | DeltaTape) -> KVCache | DeltaState:
-        if isinstance(cache, DeltaState) and isinstance(rows, DeltaTape):
-            return _commit_delta(cache, rows, path, count, taps)
-        if isinstance(cache, KVCache) and isinstance(rows, KVRows):
-            accepted = KVRows(take_nodes(rows.keys, path), take_nodes(rows.values, path))
-            return write_rows(cache, accepted, state.lengths, count)
-        message = f"a layer with a {type(cache).__name__} cannot commit {type(rows).__name__}"
+    pairs = list(zip(state.layers, values, strict=True))
+    deltas = [(cache, tape) for cache, tape in pairs if isinstance(cache, DeltaState) and isinstance(tape, DeltaTape)]
+    attention = [(cache, rows) for cache, rows in pairs if isinstance(cache, KVCache) and isinstance(rows, KVRows)]
+    if len(deltas) + len(attention) < len(pairs):
+        names = sorted({f"{type(cache).__name__} with {type(rows).__name__}" for cache, rows in pairs})
+        message = f"these layers and values do not belong together: {', '.join(names)}"
         raise TypeError(message)
-
-    layers = tuple(commit(cache, rows) for cache, rows in zip(state.layers, values, strict=True))
+    states = commit_states(
+        tuple(cache.recurrent for cache, _ in deltas),
+        tuple(tape.key for _, tape in deltas),
+        tuple(tape.update for _, tape in deltas),
+        tuple(tape.path_decay for _, tape in deltas),
+        path,
+        count,
+    )
+    windows, caches = commit_rows(
+        tuple(cache.conv for cache, _ in deltas),
+        tuple(tape.inputs for _, tape in deltas),
+        taps,
+        tuple(x for cache, _ in attention for x in (cache.keys, cache.values)),
+        tuple(x for _, rows in attention for x in (rows.keys, rows.values)),
+        state.lengths,
+        path,
+        count,
+    )
+    new_deltas = map(DeltaState, states, windows)
+    new_attention = map(KVCache, caches[::2], caches[1::2])
+    layers = tuple(next(new_deltas if isinstance(cache, DeltaState) else new_attention) for cache, _ in pairs)
     return TargetState(state.lengths + count, layers)
-
-
-def take_nodes(
-    x: Shaped[Array, "batch nodes *rest"], path: Int[Array, "batch steps"]
-) -> Shaped[Array, "batch steps *rest"]:
-    """Rows of the nodes on a path."""
-    return jax.vmap(lambda rows, index: rows[index])(x, path)
-
-
-def _commit_delta(
-    state: DeltaState,
-    tape: DeltaTape,
-    path: Int[Array, "batch steps"],
-    count: Int[Array, " batch"],
-    taps: Int[Array, "batch nodes width"],
-) -> DeltaState:
-    recurrent = gdn_commit(state.recurrent, tape.key, tape.update, tape.path_decay, path, count)
-    window = state.conv.shape[1]
-    # The new window is what the leaf's successor would read: taps window−1 .. 0 of the leaf, oldest first.
-    leaf = jnp.take_along_axis(path, jnp.maximum(count - 1, 0)[:, None], axis=1)
-    newest_first = take_nodes(taps, leaf)[:, 0, :window]
-    history = jnp.concatenate([state.conv, tape.inputs], axis=1)
-    advanced = take_nodes(history, newest_first[:, ::-1] + window)
-    return DeltaState(recurrent, jnp.where(count[:, None, None] > 0, advanced, state.conv))

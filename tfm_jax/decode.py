@@ -23,8 +23,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import take_nodes
 from tfm_jax.budget import choose_budget, promised_tokens
-from tfm_jax.commit import commit_path, take_nodes
+from tfm_jax.commit import commit_path
 from tfm_jax.config import DecodePlan, Models
 from tfm_jax.dflash import Drafter, empty_caches
 from tfm_jax.filters import count_tokens, filter_logits, log_laws, node_laws, penalise

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import gdn_chunk, gdn_tree_verify, tree_conv
+from pallas_kernels import Precision, gdn_chunk, gdn_tree_verify, tree_conv
 from tfm_jax.config import TargetConfig
 from tfm_jax.layers import Linear
 from tfm_jax.state import DeltaState, DeltaTape
@@ -77,7 +77,8 @@ class DeltaNet(nnx.Module):
         projected = self._project(x)
         history = jnp.concatenate([state.conv, projected.channels], axis=1)
         query, key, value = self._heads(_causal_conv(history, self.conv.kernel[...], x.shape[1]))
-        result = gdn_chunk(query, key, value, projected.log_decay, projected.beta, valid, state.recurrent)
+        gates = projected.log_decay, projected.beta
+        result = gdn_chunk(query, key, value, *gates, valid, state.recurrent, precision=_precision(x.dtype))
         count = jnp.sum(valid, axis=1)
         newest = jax.vmap(lambda rows, start: lax.dynamic_slice_in_dim(rows, start, state.conv.shape[1]))
         return self._finish(result.output, projected.gate, x.dtype), DeltaState(result.state, newest(history, count))
@@ -92,7 +93,8 @@ class DeltaNet(nnx.Module):
         """All nodes of a tree, each seeing the committed state and its own ancestors; the state is only read."""
         projected = self._project(x)
         query, key, value = self._heads(tree_conv(projected.channels, state.conv, self.conv.kernel[...], taps))
-        result = gdn_tree_verify(query, key, value, projected.log_decay, projected.beta, ancestors, state.recurrent)
+        gates = projected.log_decay, projected.beta
+        result = gdn_tree_verify(query, key, value, *gates, ancestors, state.recurrent, precision=_precision(x.dtype))
         tape = DeltaTape(projected.channels, key, result.update, result.path_decay)
         return self._finish(result.output, projected.gate, x.dtype), tape
 
@@ -124,6 +126,11 @@ class DeltaNet(nnx.Module):
         dtype: DTypeLike,
     ) -> Float[Array, "batch tokens hidden"]:
         return self.out(self.norm(mixed.astype(dtype), gate).reshape(*mixed.shape[:2], -1))
+
+
+def _precision(dtype: DTypeLike) -> Precision:
+    """A float32 model is to be computed in float32; a narrower one has rounded more already than "default" does."""
+    return "highest" if dtype == jnp.float32 else "default"
 
 
 class ConvKernel(nnx.Module):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple, dataclass_transform
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import pallas_kernels
 from tfm_jax.config import DecodePlan
 
 
@@ -63,7 +64,7 @@ class KVRows(NamedTuple):
 
 
 class DeltaTape(NamedTuple):
-    """What commit needs of one Gated DeltaNet layer's tree pass: see `pallas_kernels.gdn_commit`."""
+    """What commit needs of one Gated DeltaNet layer's tree pass: see `pallas_kernels.commit_states`."""
 
     inputs: Float[Array, "batch nodes channels"]  # before the convolution
     key: Float[Array, "batch nodes key_heads key"]
@@ -138,18 +139,6 @@ class DecodeState:
 
 
 def write_rows(cache: KVCache, rows: KVRows, start: Int[Array, " batch"], count: Int[Array, " batch"]) -> KVCache:
-    """Writes the first `count` rows at `start`; the others write back what is there, so that the cache stays in place.
-
-    A scatter that drops them by an index out of bounds would, for a single row, become a selection between two whole
-    caches. Rows beyond the capacity, such as a prompt's padding, fall on the last row, which is never valid.
-    """
-    batch, steps = rows.keys.shape[:2]
-    step = jnp.arange(steps)
-    slots = jnp.minimum(start[:, None] + step, cache.keys.shape[2] - 1)
-    index = (jnp.arange(batch)[:, None], slice(None), slots)
-    written = (step < count[:, None])[..., None, None]
-
-    def write(old: Array, new: Array) -> Array:
-        return old.at[index].set(jnp.where(written, new, old[index]), mode="promise_in_bounds")
-
+    """Writes the first `count` rows at `start`, in place; see `pallas_kernels.write_rows`."""
+    write = functools.partial(pallas_kernels.write_rows, start=start, count=count)
     return KVCache(write(cache.keys, rows.keys), write(cache.values, rows.values))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels import top_k
 from tfm_jax.errors import TfmError
 from tfm_jax.state import pytree_dataclass
 
@@ -61,10 +62,9 @@ type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "ba
 
 def top_candidates(logits: Float[Array, "batch depth vocab"], pool: int) -> Candidates:
     """The `pool` best tokens of every depth, exactly; the lower id wins a tie."""
-    logits = logits.astype(jnp.float32)
-    scores, ids = lax.top_k(logits, pool)
-    log_probs = scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return Candidates(ids.astype(jnp.int32), scores, jnp.minimum(log_probs, 0.0))
+    scores, ids = top_k(logits, pool)
+    log_probs = scores - jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
+    return Candidates(ids, scores, jnp.minimum(log_probs, 0.0))
 
 
 def default_width(budget: int) -> int:

@@ -1,0 +1,176 @@
+"""`bench.py kernels`: every operation in every implementation, checked against an oracle, then timed beside its floor.
+
+A floor is the larger of two times: the bytes that cannot be left out at the rate of a large copy, and the arithmetic at
+the rate of a large bfloat16 product, both measured in the same run. `own` calls all layers in turn, each with its own
+buffers, which therefore come from device memory; `hot` calls one layer again and again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import tyro
+from _bench_report import show_kernels
+from _kernel_cases import attention_workloads, gdn_chunk_workloads, gdn_tree_workloads
+from _kernel_cases_model import commit_workloads, top_k_workloads, weaver_workloads
+from _kernel_timing import Ceilings, Layers, Program, measure_ceilings, time_program
+from _kernel_workload import QWEN_27B, SMALL, Shapes, Workload
+
+from tfm_jax.errors import TfmError
+
+Op = Literal["gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"]
+Form = Literal["mosaic", "triton", "xla", "fla-core"]
+_WORKLOADS: dict[str, Callable[[Shapes, str], Iterator[Workload]]] = {
+    "gdn_tree_verify": gdn_tree_workloads,
+    "tree_attention": attention_workloads,
+    "commit": commit_workloads,
+    "top_k": top_k_workloads,
+    "weaver_tree": weaver_workloads,
+    "gdn_chunk": gdn_chunk_workloads,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Time every kernel at the shapes of Qwen3.6-27B, batch 1.
+
+    Attributes:
+        output: JSON file to write.
+        ops: operations to time.
+        implementations: forms to time; one that an operation does not have is left out. fla-core is no form but a
+            public kernel to compare `gdn_chunk` with, if it is installed.
+        precision: of the operations that have the choice.
+        repeats: timed runs through all layers, of which the median counts.
+        small: tiny shapes, also on a CPU, to see that everything runs; the times mean nothing.
+    """
+
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
+    ops: tuple[Op, ...] = ("gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk")
+    implementations: tuple[Form, ...] = ("mosaic", "triton", "xla", "fla-core")
+    precision: Literal["default", "highest"] = "default"
+    repeats: int = 20
+    small: bool = False
+
+    def measure(self) -> dict[str, Any]:
+        """The report: `meta`, `rows`, and what was not timed.
+
+        Raises:
+            TfmError: full size without a GPU, or nothing to repeat.
+        """
+        if jax.default_backend() != "gpu" and not self.small:
+            message = f"kernels are timed on a GPU and this is a {jax.default_backend().upper()}; try --small."
+            raise TfmError(message)
+        if self.repeats < 1:
+            message = f"--repeats is {self.repeats}; use at least 1."
+            raise TfmError(message)
+        ceilings = measure_ceilings(small=self.small)
+        report: dict[str, Any] = {"meta": self._meta(ceilings), "rows": [], "unsupported": [], "failed": []}
+        shapes = SMALL if self.small else QWEN_27B
+        for op in dict.fromkeys(self.ops):
+            for workload in _WORKLOADS[op](shapes, self.precision):
+                forms = [form for form in (*workload.forms, *workload.foreign) if form in self.implementations]
+                for kind, entry in _measure(workload, forms, self, ceilings):
+                    report[kind].append(entry)
+                    print(_progress(kind, entry), file=sys.stderr, flush=True)
+        return report
+
+    def show(self, report: dict[str, Any]) -> None:
+        """Prints the table."""
+        show_kernels(report)
+
+    def plot(self, _: dict[str, Any], __: Path) -> None:
+        """The table says it all."""
+
+    def failure(self, report: dict[str, Any]) -> str | None:
+        """Whatever raised an error or gave a wrong result."""
+        if not report["failed"]:
+            return None
+        return f"{len(report['failed'])} implementations failed; see the last lines of the table."
+
+    def _meta(self, ceilings: Ceilings) -> dict[str, Any]:
+        return {
+            "precision": self.precision,
+            "timer": "CUPTI, sum of kernel times" if jax.default_backend() == "gpu" else "clock of a CPU",
+            "copy_bytes_per_second": ceilings.copy,
+            "matmul_operations_per_second": ceilings.matmul,
+        }
+
+
+class _Failure(NamedTuple):
+    kind: Literal["unsupported", "failed"]
+    reason: str
+
+
+def _measure(
+    workload: Workload, forms: Sequence[str], options: Kernels, ceilings: Ceilings
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One entry a time: ("rows", …) if there is one, else ("unsupported", …) or ("failed", …)."""
+    if not forms:
+        return
+    layers = [workload.operands(layer) for layer in range(workload.layers if "own" in workload.buffers else 1)]
+    expected = workload.oracle(*layers[0])
+    floors = {
+        "bytes_us": workload.bytes / ceilings.copy * 1e6,
+        "operations_us": workload.operations / ceilings.matmul * 1e6,
+    }
+    for form in forms:
+        name = {"op": workload.op, "case": workload.case, "implementation": form}
+        outcome = _time(workload, form, layers, expected, options)
+        if isinstance(outcome, _Failure):
+            yield outcome.kind, name | {"reason": outcome.reason}
+            continue
+        for buffers, figures in outcome.items():
+            yield "rows", name | {"buffers": buffers} | figures | {"floor_us": max(floors.values())} | floors
+
+
+def _time(
+    workload: Workload,
+    form: str,
+    layers: Layers,
+    expected: Any,  # noqa: ANN401 - whatever the oracle returned
+    options: Kernels,
+) -> dict[str, dict[str, float]] | _Failure:
+    """Figures with each kind of buffers."""
+    if workload.donates:
+        layers = [(jax.tree.map(lambda x: x.copy(), donated), *operands) for donated, *operands in layers]
+    try:
+        if form in workload.foreign:
+            program = workload.foreign[form]()
+        else:
+            program = Program(workload.run(form, options.precision), layers[0], donates=workload.donates)
+    except ValueError as error:
+        return _Failure("unsupported", _first_line(error))
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other forms still run
+        return _Failure("failed", _first_line(error))
+    try:
+        first = layers[:1]
+        (result,) = program(first)
+        layers[:1] = first
+        error = workload.error((first[0][0], result) if workload.donates else result, expected)
+        if error > workload.bar and form not in workload.foreign:
+            return _Failure("failed", f"relative error {error:.2e}, more than {workload.bar:.1e}")
+        del result
+        figures: dict[str, dict[str, float]] = {}
+        for buffers in workload.buffers:
+            times = time_program(program, layers if buffers == "own" else layers[:1], options.repeats)
+            figures[buffers] = {"us": times.us, "kernels": times.kernels, "rel_err": error}
+    except Exception as error:  # noqa: BLE001
+        return _Failure("failed", _first_line(error))
+    return figures
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _progress(kind: str, entry: dict[str, Any]) -> str:
+    name = f"{entry['op']} {entry['case']} {entry['implementation']}"
+    return (
+        f"{name} {entry['buffers']}: {entry['us']:.1f} us" if kind == "rows" else f"{name}: {kind}, {entry['reason']}"
+    )

@@ -1,0 +1,128 @@
+"""`scripts/bench.py kernels`: what it writes, what it refuses to time, and the tables that are made of it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT
+from kernel_cases import random_tree
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import kernel_tables
+from _kernel_timing import Program
+from _kernel_workload import QWEN_27B, SMALL, ancestors_of, random_parents, relative_error
+from bench import main
+
+import pallas_kernels
+
+pytestmark = pytest.mark.slow
+
+OPS = {"gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"}
+KEYS = {"op", "case", "buffers", "implementation", "us", "floor_us", "rel_err"}
+JSON = ROOT / "benchmarks" / "kernels-h200.json"
+
+
+def run(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    path = folder / "out.json"
+    code = main(["kernels", "--small", "--repeats", "1", "--json", str(path), *words])
+    return code, json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    code, report = run(tmp_path_factory.mktemp("kernels"), "--implementations", "xla")
+    assert code == 0
+    return report
+
+
+def test_every_operation_is_timed_against_its_floor(report: dict[str, Any]) -> None:
+    assert {row["op"] for row in report["rows"]} == OPS
+    assert all(row.keys() >= KEYS for row in report["rows"])
+    assert all(row["us"] > 0 < row["floor_us"] for row in report["rows"])
+    assert not report["unsupported"]
+    assert not report["failed"]
+    assert report["meta"].keys() >= {"device", "versions", "date", "command"}
+    assert "cpu" in report["meta"]["device"]
+
+
+def test_layers_have_their_own_buffers_or_share_one(report: dict[str, Any]) -> None:
+    buffers = {op: [row["buffers"] for row in report["rows"] if row["op"] == op] for op in OPS}
+    assert buffers["gdn_tree_verify"] == ["own", "hot"]
+    assert buffers["commit"] == ["own"]
+    assert buffers["weaver_tree"] == ["hot"]
+
+
+def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = pallas_kernels.gdn_tree_verify
+    monkeypatch.setattr(
+        pallas_kernels,
+        "gdn_tree_verify",
+        lambda *operands, **options: jax.tree.map(lambda x: 1.001 * x, verify(*operands, **options)),
+    )
+    code, report = run(tmp_path, "--ops", "gdn_tree_verify", "--implementations", "xla")
+    assert code == 1
+    assert report["rows"] == []
+    (entry,) = report["failed"]
+    assert "relative error 1.0" in entry["reason"]
+
+
+def test_what_a_form_cannot_take_is_told_apart_from_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        message = "top_k takes no Tuesdays"
+        raise ValueError(message)
+
+    monkeypatch.setattr("jax.lax.top_k", refuse)
+    monkeypatch.setattr(pallas_kernels, "top_k", refuse, raising=False)
+    monkeypatch.setattr("_kernel_cases_model.forms_of", lambda _: ("xla",))
+    code, report = run(tmp_path, "--ops", "top_k")
+    assert code == 0
+    assert report["rows"] == []
+    assert [entry["reason"] for entry in report["unsupported"]] == ["ValueError: top_k takes no Tuesdays"]
+
+
+def test_full_size_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels"]) == 2
+    assert "kernels are timed on a GPU and this is a CPU" in capsys.readouterr().err
+
+
+def test_a_program_hands_on_what_it_donates() -> None:
+    layers: list[tuple[Any, ...]] = [(jax.numpy.zeros(3), jax.numpy.ones(3)), (jax.numpy.ones(3), jax.numpy.ones(3))]
+    program = Program(lambda total, x: (total + x, 2 * x), layers[0], donates=True)
+    results = [program(layers), program(layers)]
+    np.testing.assert_array_equal([layer[0] for layer in layers], [[2, 2, 2], [3, 3, 3]])
+    np.testing.assert_array_equal(results[1], np.full((2, 3), 2))
+
+
+def test_trees_are_as_deep_as_the_models() -> None:
+    for nodes in (*QWEN_27B.nodes, *SMALL.nodes):
+        parents = random_parents(nodes)
+        assert (parents[1:] < np.arange(1, nodes)).all()
+        assert ancestors_of(parents).sum(axis=1).max() <= 16
+    parents = random_tree(np.random.default_rng(0), 33)
+    assert ancestors_of(parents)[32, parents[32]]
+
+
+def test_an_error_is_never_nan() -> None:
+    assert relative_error(np.array([1.0, np.nan]), np.ones(2)) == float("inf")
+    assert relative_error(np.array([3.0, 5.0]), np.array([3.0, 4.0])) == pytest.approx(0.2)
+
+
+def test_tables_hold_the_figures_and_nothing_else_changes(report: dict[str, Any]) -> None:
+    text = "before\n<!-- figures: top_k -->\nold\n<!-- end -->\nafter\n<!-- figures: none -->\n<!-- end -->\n"
+    filled = kernel_tables.fill_tables(text, report)
+    assert filled.startswith("before\n<!-- figures: top_k -->\n| case |")
+    assert filled.endswith("<!-- end -->\nafter\n<!-- figures: none -->\n<!-- end -->\n")
+    assert "old" not in filled
+    assert filled.count("| xla |") == sum(row["op"] == "top_k" for row in report["rows"])
+    assert kernel_tables.fill_tables(filled, report) == filled
+
+
+@pytest.mark.skipif(not JSON.exists(), reason="no figures of an H200 yet")
+def test_the_documents_tables_are_those_of_the_report() -> None:
+    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert kernel_tables.fill_tables(text, json.loads(JSON.read_text(encoding="utf-8"))) == text
