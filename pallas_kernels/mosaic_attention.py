@@ -43,7 +43,8 @@ from pallas_kernels.mosaic_attention_parts import (
 HEADS = (64, 128, 256)
 MAX_NODES = 256
 WARPGROUP = 128  # threads
-MULTIPROCESSORS = 132  # of an H100 or H200 SXM: parts are sized to fill them once
+MULTIPROCESSORS = 132  # of an H100 or H200 SXM
+ROUND_COST = 0.03  # start and end of a block, 6 µs, over its walk through a whole context of 8,192 rows
 
 # Found by the sweep of docs/kernels.md on an H200 at head dimension 256; the other rows fill shared memory alike.
 TUNING = {
@@ -107,7 +108,7 @@ def tree_attention(
         window: sliding window over the prefix in positions, 0 for none.
         interpret: how to run without a GPU.
         tuning: block sizes, the table's unless told.
-        splits: parts of the context, as many as fill the GPU once unless told.
+        splits: parts of the context, as many as fill the GPU best unless told.
     """
     batch, nodes, heads, head = query.shape
     kv_heads = key.shape[2]
@@ -133,10 +134,10 @@ def tree_attention(
 
 
 def _best_splits(blocks: int) -> int:
-    """Parts of the context that take the least time when each takes its share of it; the fewest of them."""
-    most = max(MULTIPROCESSORS // blocks, 4)
+    """Parts of the context that take the least time when each takes its share of it."""
+    most = max(MULTIPROCESSORS // blocks, 8)
     rounds = {splits: -(-blocks * splits // MULTIPROCESSORS) for splits in range(1, most + 1)}
-    return min(rounds, key=lambda splits: rounds[splits] / splits)
+    return min(rounds, key=lambda splits: rounds[splits] * (1 / splits + ROUND_COST))
 
 
 def _operands(plan: Plan, query: Array, key: Array, value: Array, mask: Array, prefix: Prefix | None) -> Operands:
