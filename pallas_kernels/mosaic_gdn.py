@@ -28,6 +28,7 @@ What `ancestors` says about a tree is packed into a few integers a node (`pack_a
 from __future__ import annotations
 
 import functools
+import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -70,7 +71,6 @@ NORM_EPS = 1e-6
 DECAY_STEPS = 512.0  # in a unit of log-decay: 256 nodes of −88 stay below 2^24 steps
 WORD = 32  # nodes in a word of ancestors
 LAST_LEVELS = 3  # applied as factors, not inverted
-SLOTS = 2  # of the ring
 SMEM_BYTES = 232_448 - 1024  # of a block, less barriers
 OPERANDS = ("q", "k", "v", "g", "beta", "tree", "s", "o", "u", "path_decay")  # inputs, then outputs
 VALUE_BLOCKS = (64, 32, 16)
@@ -176,7 +176,7 @@ def _verify(
     call = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(wide, wide, jax.ShapeDtypeStruct(log_decay.shape, F32)),
-        scratch_types=plan.scratch(),
+        scratch_types=plan.scratch() | plan.barriers(),
         grid=(batch, heads, value_dim // plan.block),
         grid_names=("batch", "head", "block"),
         num_threads=2,
@@ -199,6 +199,7 @@ class _Plan(NamedTuple):
     group: int  # value heads a key head
     key: int
     block: int  # columns of the value dimension
+    slots: int  # of the ring
     parts: int
     interpret: bool
 
@@ -215,40 +216,54 @@ class _Plan(NamedTuple):
     def query_slots(self) -> int:
         return min(2, self.tiles)
 
-    def scratch(self) -> dict[str, pl.MemoryRef | plgpu.Barrier]:
+    @property
+    def words(self) -> int:
+        """Words of ancestors a node."""
+        return self.tiles * TILE_ROWS // WORD
+
+    def scratch(self) -> dict[str, pl.MemoryRef]:
         # Both operands of a product must be swizzled alike, so all follow the narrowest.
         matrix = functools.partial(tile, dtype=BF16, lanes=min(self.width, self.block))
         square, wide = (TILE_ROWS, self.width), (TILE_ROWS, self.block)
-        return {
+        buffers = {
             "q": matrix((self.query_slots, TILE_ROWS, self.key)),
             "k": matrix((self.tiles, TILE_ROWS, self.key)),
             "v": matrix((self.tiles, *wide)),
             "s": matrix((self.parts, self.key, self.block)),
             "a": matrix((self.parts, *square)),
-            "ring": matrix((SLOTS, self.parts, *square)),
+            "ring": matrix((self.slots, self.parts, *square)),
             "w": matrix((self.tiles, self.parts, *wide)),  # right-hand side, then W
-            "u": tile(wide, F32),
-            "o": tile(wide, F32),
+            "tree": plgpu.SMEM((self.words + 3, self.tiles * TILE_ROWS), I32),
             "steps": plgpu.SMEM((self.tiles, 2, TILE_ROWS), F32),  # log-decays: multiples of 1/512, remainders
             "prefix": plgpu.SMEM((self.tiles, 2, TILE_ROWS), F32),  # their sums over ancestors
             "gates": plgpu.SMEM((self.tiles, 3, TILE_ROWS), F32),
-            "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=self.tiles),
-            "gated": plgpu.Barrier(num_barriers=self.tiles),
-            "full": plgpu.Barrier(num_barriers=SLOTS),
-            "empty": plgpu.Barrier(num_barriers=SLOTS),
-            "solved": plgpu.Barrier(num_barriers=self.tiles),
+        }
+        if self.width < TILE_ROWS:  # registers hold whole tiles, so only the copy engine can write fewer rows
+            buffers |= {"u": tile(wide, F32), "o": tile(wide, F32)}
+        return buffers
+
+    def barriers(self) -> dict[str, plgpu.Barrier]:
+        tiles, slots = self.tiles, self.slots
+        return {
+            "planted": plgpu.Barrier(),  # the tree is there
+            "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=tiles),
+            "stated": plgpu.Barrier(),  # the state is split
+            "gated": plgpu.Barrier(num_barriers=tiles),
+            "full": plgpu.Barrier(num_barriers=slots),
+            "empty": plgpu.Barrier(num_barriers=slots),
+            "solved": plgpu.Barrier(num_barriers=tiles),
+            "done": plgpu.Barrier(),
         }
 
     def bytes(self) -> int:
-        arrays = [x for x in self.scratch().values() if not isinstance(x, plgpu.Barrier)]
-        return sum(jnp.dtype(x.dtype).itemsize * functools.reduce(int.__mul__, x.shape) for x in arrays)
+        return sum(jnp.dtype(x.dtype).itemsize * math.prod(x.shape) for x in self.scratch().values())
 
 
 def _make_plan(key: Array, value: Array, parts: int, *, interpret: bool) -> _Plan:
     """The widest slice of the value dimension whose buffers fit."""
     nodes, key_heads, key_dim = key.shape[1:]
     group = value.shape[2] // key_heads
-    plans = [_Plan(nodes, group, key_dim, block, parts, interpret) for block in VALUE_BLOCKS]
+    plans = [_Plan(nodes, group, key_dim, block, slots, parts, interpret) for block in VALUE_BLOCKS for slots in (4, 2)]
     return next(plan for plan in plans if plan.bytes() <= SMEM_BYTES)
 
 
@@ -303,7 +318,7 @@ class _Warpgroup:
 
     @property
     def slot(self) -> int:
-        return self.sent % SLOTS
+        return self.sent % self.plan.slots
 
     def nodes(self, i: int) -> pl.Slice:
         """The nodes of tile i."""
@@ -317,43 +332,43 @@ class _Warpgroup:
     def query(self, i: int) -> Ref:
         return self.smem.q.at[i % self.plan.query_slots]
 
+    def write(self, i: int, x: Array, name: str) -> None:
+        """Values of tile i to global memory."""
+        at = self.block
+        target = getattr(self.gmem, name).at[at.batch, self.nodes(i), at.head, at.values]
+        if self.plan.width == TILE_ROWS:
+            target[...] = x
+        else:
+            staged = getattr(self.smem, name)
+            store([x], [staged])
+            plgpu.copy_smem_to_gmem(staged.at[self.used], target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
 
 class _Inverter(_Warpgroup):
-    """Makes the square matrices."""
-
-    def run(self) -> None:
-        plan, smem = self.plan, self.smem
-        for i in range(plan.tiles):
-            self.fetch(i)
-        levels = jnp.maximum(self.gmem.tree[self.block.batch, self.gmem.tree.shape[1] - 1, 0], LAST_LEVELS + 1)
-        inverted = levels - LAST_LEVELS
-        for i in range(plan.tiles):
-            decay, beta, apart = self.gate(i)
-            plgpu.barrier_wait(smem.loaded.at[i])
-            gram = self.dot(self.square, [(smem.k.at[i], smem.k.at[i, self.used].T)])
-            diagonal = iota(self.square, 0) == iota(self.square, 1)
-            scale = self.scale(i, beta, jnp.sum(jnp.where(diagonal, gram, 0.0), axis=1) + NORM_EPS)
-            for j in range(i):
-                below = self.dot(self.square, [(smem.k.at[i], smem.k.at[j].T)])
-                self.send(below * rows(scale, self.square) * self.decay(i, j, self.on_path(i, j)))
-            self.invert(jnp.where(diagonal, 0.0, gram * rows(scale, self.square) * decay), diagonal, apart, inverted)
-            if i > 0:
-                self.write_updates(i - 1)
-            for j in range(i + 1):
-                lookup = self.dot(self.square, [(self.query(i), smem.k.at[j, self.used].T)])
-                self.send(lookup * (decay if j == i else self.decay(i, j, self.on_path(i, j))))
-            if i + plan.query_slots < plan.tiles:
-                self.fetch_query(i + plan.query_slots)
-        self.write_updates(plan.tiles - 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        # A warpgroup that exits while another multiplies is an illegal instruction.
-        for n in range(max(self.sent - SLOTS, 0), self.sent):
-            plgpu.barrier_wait(smem.empty.at[n % SLOTS])
+    """Makes the square matrices, and the outputs when it has sent them."""
 
     def __init__(self, plan: _Plan, block: _Block, gmem: SimpleNamespace, smem: SimpleNamespace) -> None:
         super().__init__(plan, block, gmem, smem)
         self.prefix = {}  # of tile i: decay from the root to each node, as steps and remainder
-        self.norms = {}  # of tile i: |k|
+
+    def run(self) -> None:
+        plan, smem = self.plan, self.smem
+        plgpu.copy_gmem_to_smem(self.gmem.tree.at[self.block.batch], smem.tree, smem.planted)
+        for i in range(plan.tiles):
+            self.fetch(i)
+        gates = [self.load_gates(i) for i in range(plan.tiles)]
+        levels = jnp.maximum(self.gmem.tree[self.block.batch, plan.words + 2, 0], LAST_LEVELS + 1)
+        for i in range(plan.tiles):
+            self.send_factors(i, *gates[i], levels - LAST_LEVELS)
+            if i > 0:
+                self.write_output(i - 1)
+                if i + 1 < plan.tiles and i + 1 >= plan.query_slots:
+                    self.fetch_query(i + 1)
+        self.write_output(plan.tiles - 1)
+        plgpu.barrier_arrive(smem.done)
+        for n in range(max(self.sent - plan.slots, 0), self.sent):
+            plgpu.barrier_wait(smem.empty.at[n % plan.slots])
 
     def fetch(self, i: int) -> None:
         at, gmem, smem = self.block, self.gmem, self.smem
@@ -365,14 +380,18 @@ class _Inverter(_Warpgroup):
         plgpu.copy_gmem_to_smem(value, smem.v.at[i, self.used], loaded)
 
     def fetch_query(self, i: int) -> None:
-        """Before the second use of a slot both warpgroups have read it: the other one has since taken from the ring."""
         source = self.gmem.q.at[self.block.batch, self.nodes(i), self.block.key_head]
         plgpu.copy_gmem_to_smem(source, self.query(i).at[self.used], self.smem.loaded.at[i])
 
+    def load_gates(self, i: int) -> tuple[Array, Array]:
+        """g and β of tile i, along rows."""
+        along = self.block.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), self.block.head
+        g, beta = (plgpu.load(ref.at[along], layout=ROWS, optimized=False) for ref in (self.gmem.g, self.gmem.beta))
+        return jnp.maximum(g, MIN_LOG_DECAY), beta
+
     def tree(self, row: int, i: int) -> Array:
         """A value a node of tile i, along rows."""
-        source = self.gmem.tree.at[self.block.batch, row, pl.ds(i * TILE_ROWS, TILE_ROWS)]
-        return plgpu.load(source, layout=ROWS, optimized=False)
+        return plgpu.load(self.smem.tree.at[row, pl.ds(i * TILE_ROWS, TILE_ROWS)], layout=ROWS)
 
     def on_path(self, i: int, j: int) -> Array:
         """Whether node n of tile j is node m of tile i or its ancestor, at (m, n)."""
@@ -385,56 +404,58 @@ class _Inverter(_Warpgroup):
     def columns(self, ref: Ref) -> Array:
         return cols(plgpu.load(ref.at[self.used], layout=COLS), self.square)
 
-    def decay(self, i: int, j: int, mask: Array) -> Array:
+    def decay(self, i: int, j: int) -> Array:
         """D between tiles i and j, 0 off the paths."""
         exponent = 0.0
         for n, prefix in enumerate(self.prefix[i]):
             exponent += rows(prefix, self.square) - self.columns(self.smem.prefix.at[j, n])
-        return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
+        return jnp.exp(jnp.where(self.on_path(i, j), exponent, -jnp.inf))
 
-    def gate(self, i: int) -> tuple[Array, Array, Array]:
-        """D inside tile i, β along rows, and the bits in which depths differ."""
-        at, smem = self.block, self.smem
-        along = at.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), at.head
-        g = jnp.maximum(plgpu.load(self.gmem.g.at[along], layout=ROWS, optimized=False), MIN_LOG_DECAY)
-        beta = plgpu.load(self.gmem.beta.at[along], layout=ROWS, optimized=False)
-        depth_row = self.gmem.tree.shape[1] - 3
-        depths = self.tree(depth_row, i)
-        source = self.gmem.tree.at[at.batch, depth_row + 1, self.nodes(i)]
-        apart = lax.bitwise_xor(
-            rows(depths, self.square), cols(plgpu.load(source, layout=COLS, optimized=False), self.square)
-        )
+    def sum_decays(self, i: int, g: Array) -> None:
+        """Prefix sums of tile i."""
+        smem = self.smem
         steps = (g * DECAY_STEPS).astype(I32).astype(F32) * (1 / DECAY_STEPS)
         store([steps, g - steps], [smem.steps.at[i, n] for n in range(2)])
+        if i == 0:
+            plgpu.barrier_wait(smem.planted)
         masks = [self.on_path(i, j) for j in range(i + 1)]
-        sums = [
-            functools.reduce(
-                jnp.add,
-                [
-                    jnp.sum(jnp.where(mask, self.columns(smem.steps.at[j, n]), 0.0), axis=1)
-                    for j, mask in enumerate(masks)
-                ],
-            )
-            for n in range(2)
-        ]
-        store(sums, [smem.prefix.at[i, n] for n in range(2)])
-        store_strided(self.gmem.path_decay.at[along], sums[0] + sums[1])
-        self.prefix[i] = tuple(sums)
-        return self.decay(i, i, masks[i]), beta, apart
 
-    def scale(self, i: int, beta: Array, squares: Array) -> Array:
-        """Hands the other warpgroup its factors of rows, returns those of A."""
+        def along_path(n: int) -> Array:
+            terms = [jnp.where(mask, self.columns(smem.steps.at[j, n]), 0.0) for j, mask in enumerate(masks)]
+            return functools.reduce(jnp.add, [jnp.sum(term, axis=1) for term in terms])
+
+        self.prefix[i] = along_path(0), along_path(1)
+        store(self.prefix[i], [smem.prefix.at[i, n] for n in range(2)])
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _() -> None:
+            along = self.block.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), self.block.head
+            store_strided(self.gmem.path_decay.at[along], sum(self.prefix[i]))
+
+    def send_factors(self, i: int, g: Array, beta: Array, inverted: Array) -> None:
+        """The couplings of tile i to earlier ones, then the factors of its inverse."""
+        smem = self.smem
+        self.sum_decays(i, g)
+        decay = self.decay(i, i)
+        plgpu.barrier_wait(smem.loaded.at[i])
+        gram = self.dot(self.square, [(smem.k.at[i], smem.k.at[i, self.used].T)])
+        diagonal = iota(self.square, 0) == iota(self.square, 1)
+        squares = jnp.sum(jnp.where(diagonal, gram, 0.0), axis=1) + NORM_EPS
         inverse_norm = lax.rsqrt(squares)
-        self.norms[i] = squares * inverse_norm
-        carry = jnp.exp(sum(self.prefix[i]))
-        factors = beta * inverse_norm, carry * inverse_norm, carry
-        store(factors, [self.smem.gates.at[i, n] for n in range(3)])
-        plgpu.barrier_arrive(self.smem.gated.at[i])
-        return beta * inverse_norm * inverse_norm
+        factors = beta * inverse_norm, self.carry(i) * inverse_norm, squares * inverse_norm
+        store(factors, [smem.gates.at[i, n] for n in range(3)])
+        plgpu.barrier_arrive(smem.gated.at[i])
+        scale = rows(beta * inverse_norm * inverse_norm, self.square)
+        for j in range(i):
+            self.send(self.dot(self.square, [(smem.k.at[i], smem.k.at[j].T)]) * scale * self.decay(i, j))
+        self.invert(i, jnp.where(diagonal, 0.0, gram * scale * decay), diagonal, inverted)
+
+    def carry(self, i: int) -> Array:
+        return jnp.exp(sum(self.prefix[i]))
 
     def claim(self) -> None:
         """Waits until the next slot of the ring may be written."""
-        if self.sent >= SLOTS:
+        if self.sent >= self.plan.slots:
             plgpu.barrier_wait(self.smem.empty.at[self.slot])
 
     def put(self, x: Array) -> tuple[list[Array], list[Ref]]:
@@ -454,9 +475,11 @@ class _Inverter(_Warpgroup):
         self.hand_over()
         return parts
 
-    def invert(self, a: Array, diagonal: Array, apart: Array, inverted: Array) -> None:
-        """Sends X, P, P² and P⁴ of a tile."""
-        n_parts = self.plan.parts
+    def invert(self, i: int, a: Array, diagonal: Array, inverted: Array) -> None:
+        """Sends X, P, P² and P⁴ of tile i."""
+        n_parts, depth_row = self.plan.parts, self.plan.words
+        depths = plgpu.load(self.smem.tree.at[depth_row + 1, self.nodes(i)], layout=COLS)
+        apart = lax.bitwise_xor(rows(self.tree(depth_row, i), self.square), cols(depths, self.square))
         refs = [self.smem.a.at[n] for n in range(n_parts)]
         store(split(a, n_parts), refs)
         a_refs = [ref.at[self.used] for ref in refs]
@@ -478,20 +501,25 @@ class _Inverter(_Warpgroup):
             p = self.dot(self.square, pairs(*self.send(p)))
         self.send(p)
 
-    def write_updates(self, i: int) -> None:
-        """U from W, whose parts the other warpgroup has left in shared memory."""
-        smem, at = self.smem, self.block
-        plgpu.barrier_wait(smem.solved.at[i])
-        parts = [plgpu.load(smem.w.at[i, n], layout=WGMMA).astype(F32) for n in range(self.plan.parts)]
-        if i > 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store([sum(reversed(parts)) * rows(self.norms[i], self.wide)], [smem.u])
-        target = self.gmem.u.at[at.batch, self.nodes(i), at.head, at.values]
-        plgpu.copy_smem_to_gmem(smem.u.at[self.used], target)
+    def write_output(self, i: int) -> None:
+        smem, n_parts = self.smem, range(self.plan.parts)
+        q = self.query(i)
+        if i == 0:
+            plgpu.barrier_wait(smem.stated)
+        out = self.dot(self.wide, [(q, smem.s.at[n]) for n in reversed(n_parts)]) * rows(self.carry(i), self.wide)
+        squares = jnp.sum(jnp.square(plgpu.load(q, layout=WGMMA).astype(F32)), axis=1)
+        for j in range(i + 1):
+            lookup = self.dot(self.square, [(q, smem.k.at[j, self.used].T)]) * self.decay(i, j)
+            if j == i:
+                plgpu.barrier_wait(smem.solved.at[i])
+            out += self.dot(
+                self.wide, pairs(split(lookup, len(n_parts)), [smem.w.at[j, n, self.used] for n in n_parts])
+            )
+        self.write(i, out * rows(lax.rsqrt(squares + NORM_EPS) * self.plan.key**-0.5, self.wide), "o")
 
 
 class _Applier(_Warpgroup):
-    """Multiplies what comes through the ring by right-hand sides and updates."""
+    """Splits the state, and multiplies right-hand sides by what comes through the ring."""
 
     def run(self) -> None:
         plan, smem = self.plan, self.smem
@@ -499,38 +527,26 @@ class _Applier(_Warpgroup):
         source = self.gmem.s.at[self.block.batch, self.block.head]
         # In flight together: nothing needs them before the first split.
         states = [plgpu.load(source.at[piece, self.block.values], layout=WGMMA, optimized=False) for piece in pieces]
-        query_scale = self.query_scale(0)
         for piece, state in zip(pieces, states, strict=True):
             for n, part in enumerate(split(state, plan.parts)):
                 smem.s[n, piece] = part
         plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.stated)
         for i in range(plan.tiles):
-            if i > 0:
-                query_scale = self.query_scale(i)
-            w, out = self.from_state(i)
+            w = self.right_hand_side(i)
             for j in range(i):
                 w -= self.receive(j)
-            self.solve(i, w)
-            for j in range(i + 1):
-                out += self.receive(j)
-            self.write_output(i, out * rows(query_scale, self.wide))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.write(i, self.solve(i, w) * rows(plgpu.load(smem.gates.at[i, 2], layout=ROWS), self.wide), "u")
+        # A warpgroup that exits while another multiplies is an illegal instruction.
+        plgpu.barrier_wait(smem.done)
 
-    def query_scale(self, i: int) -> Array:
-        plgpu.barrier_wait(self.smem.loaded.at[i])
-        q = plgpu.load(self.query(i), layout=WGMMA).astype(F32)
-        return lax.rsqrt(jnp.sum(q * q, axis=1) + NORM_EPS) * self.plan.key**-0.5
-
-    def from_state(self, i: int) -> tuple[Array, Array]:
-        """The right-hand side of W, and e^G Q S."""
+    def right_hand_side(self, i: int) -> Array:
         smem = self.smem
-        states = [smem.s.at[n] for n in reversed(range(self.plan.parts))]
-        inherited = self.dot(self.wide, [(smem.k.at[i], state) for state in states])
+        plgpu.barrier_wait(smem.loaded.at[i])
+        inherited = self.dot(self.wide, [(smem.k.at[i], smem.s.at[n]) for n in reversed(range(self.plan.parts))])
         plgpu.barrier_wait(smem.gated.at[i])
-        write, reach, carry = (rows(plgpu.load(smem.gates.at[i, n], layout=ROWS), self.wide) for n in range(3))
-        v = plgpu.load(smem.v.at[i], layout=WGMMA).astype(F32)
-        out = self.dot(self.wide, [(self.query(i), state) for state in states])
-        return (v - inherited * reach) * write, out * carry
+        write, reach = (rows(plgpu.load(smem.gates.at[i, n], layout=ROWS), self.wide) for n in range(2))
+        return (plgpu.load(smem.v.at[i], layout=WGMMA).astype(F32) - inherited * reach) * write
 
     def receive(self, j: int) -> Array:
         """The next matrix of the ring times W of tile j."""
@@ -545,8 +561,8 @@ class _Applier(_Warpgroup):
     def keep(self, i: int, w: Array) -> None:
         store(split(w, self.plan.parts), [self.smem.w.at[i, n] for n in range(self.plan.parts)])
 
-    def solve(self, i: int, w: Array) -> None:
-        """W of tile i from its right-hand side, left in shared memory."""
+    def solve(self, i: int, w: Array) -> Array:
+        """W of tile i from its right-hand side, also left in shared memory."""
         self.keep(i, w)
         w = self.receive(i)  # X
         self.keep(i, w)
@@ -556,10 +572,4 @@ class _Applier(_Warpgroup):
             w += self.receive(i)
         self.keep(i, w)
         plgpu.barrier_arrive(self.smem.solved.at[i])
-
-    def write_output(self, i: int, out: Array) -> None:
-        smem, at = self.smem, self.block
-        if i > 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store([out], [smem.o])
-        plgpu.copy_smem_to_gmem(smem.o.at[self.used], self.gmem.o.at[at.batch, self.nodes(i), at.head, at.values])
+        return w
