@@ -71,9 +71,10 @@ NORM_EPS = 1e-6
 DECAY_STEPS = 512.0  # in a unit of log-decay: 256 nodes of −88 stay below 2^24 steps
 WORD = 32  # nodes in a word of ancestors
 LAST_LEVELS = 3  # applied as factors, not inverted
-SMEM_BYTES = 232_448 - 1024  # of a block, less barriers
+SMEM_BYTES = 232_448 - 4096  # of a block, less barriers and gaps
 OPERANDS = ("q", "k", "v", "g", "beta", "tree", "s", "o", "u", "path_decay")  # inputs, then outputs
 VALUE_BLOCKS = (64, 32, 16)
+RING_SLOTS = (4, 3, 2)
 
 
 def unsupported(
@@ -263,7 +264,9 @@ def _make_plan(key: Array, value: Array, parts: int, *, interpret: bool) -> _Pla
     """The widest slice of the value dimension whose buffers fit."""
     nodes, key_heads, key_dim = key.shape[1:]
     group = value.shape[2] // key_heads
-    plans = [_Plan(nodes, group, key_dim, block, slots, parts, interpret) for block in VALUE_BLOCKS for slots in (4, 2)]
+    plans = [
+        _Plan(nodes, group, key_dim, block, slots, parts, interpret) for block in VALUE_BLOCKS for slots in RING_SLOTS
+    ]
     return next(plan for plan in plans if plan.bytes() <= SMEM_BYTES)
 
 
@@ -384,7 +387,7 @@ class _Inverter(_Warpgroup):
         plgpu.copy_gmem_to_smem(source, self.query(i).at[self.used], self.smem.loaded.at[i])
 
     def load_gates(self, i: int) -> tuple[Array, Array]:
-        """g and β of tile i, along rows."""
+        """Log-decays and β of tile i, along rows."""
         along = self.block.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), self.block.head
         g, beta = (plgpu.load(ref.at[along], layout=ROWS, optimized=False) for ref in (self.gmem.g, self.gmem.beta))
         return jnp.maximum(g, MIN_LOG_DECAY), beta
