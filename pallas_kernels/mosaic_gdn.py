@@ -28,6 +28,7 @@ What `ancestors` says about a tree is packed into a few integers a node (`pack_a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -170,9 +171,10 @@ def _verify(
     nodes = key.shape[1]
     multiple = NODE_MULTIPLE if nodes <= TILE_ROWS else TILE_ROWS
     query, key, value = (_pad_nodes(x, multiple) for x in (query, key, value))
-    log_decay, beta = (_pad_nodes(x, TILE_ROWS) for x in (log_decay, beta))
+    if nodes > TILE_ROWS:
+        log_decay, beta = (_pad_nodes(x, TILE_ROWS) for x in (log_decay, beta))
     batch, _, heads, value_dim = value.shape
-    plan = _make_plan(key, value, num_parts(precision), interpret=interpret is not None)
+    plan = _make_plan(nodes, key, value, num_parts(precision), interpret=interpret is not None)
     wide = jax.ShapeDtypeStruct(value.shape, F32)
     call = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -196,6 +198,7 @@ _verify_jitted = jax.jit(_verify, static_argnames="precision")
 class _Plan(NamedTuple):
     """Static sizes of a call."""
 
+    given: int  # nodes
     nodes: int  # padded
     group: int  # value heads a key head
     key: int
@@ -260,13 +263,12 @@ class _Plan(NamedTuple):
         return sum(jnp.dtype(x.dtype).itemsize * math.prod(x.shape) for x in self.scratch().values())
 
 
-def _make_plan(key: Array, value: Array, parts: int, *, interpret: bool) -> _Plan:
-    """The widest slice of the value dimension whose buffers fit."""
+def _make_plan(given: int, key: Array, value: Array, parts: int, *, interpret: bool) -> _Plan:
+    """The widest slice of the value dimension, then the longest ring, whose buffers fit."""
     nodes, key_heads, key_dim = key.shape[1:]
     group = value.shape[2] // key_heads
-    plans = [
-        _Plan(nodes, group, key_dim, block, slots, parts, interpret) for block in VALUE_BLOCKS for slots in RING_SLOTS
-    ]
+    sizes = itertools.product(VALUE_BLOCKS, RING_SLOTS)
+    plans = [_Plan(given, nodes, group, key_dim, *size, parts, interpret) for size in sizes]
     return next(plan for plan in plans if plan.bytes() <= SMEM_BYTES)
 
 
@@ -388,9 +390,33 @@ class _Inverter(_Warpgroup):
 
     def load_gates(self, i: int) -> tuple[Array, Array]:
         """Log-decays and β of tile i, along rows."""
-        along = self.block.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), self.block.head
-        g, beta = (plgpu.load(ref.at[along], layout=ROWS, optimized=False) for ref in (self.gmem.g, self.gmem.beta))
+        g, beta = (self.load_rows(ref, i) for ref in (self.gmem.g, self.gmem.beta))
         return jnp.maximum(g, MIN_LOG_DECAY), beta
+
+    def load_rows(self, ref: Ref, i: int) -> Array:
+        """A head's values of tile i, along rows; one by one when there are fewer than rows."""
+        at = self.block
+        if self.plan.width == TILE_ROWS:
+            source = ref.at[at.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), at.head]
+            return plgpu.load(source, layout=ROWS, optimized=False)
+        row = plgpu.broadcasted_iota(I32, (TILE_ROWS,), 0, layout=ROWS)
+        values = jnp.zeros((), F32)
+        for n in range(self.plan.given):
+            values = jnp.where(row == n, ref[at.batch, n, at.head], values)
+        return values
+
+    def write_decays(self, i: int) -> None:
+        """Path decays, by the first of the blocks that know them."""
+        at, prefix = self.block, self.smem.prefix
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _() -> None:
+            if self.plan.width == TILE_ROWS:
+                target = self.gmem.path_decay.at[at.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), at.head]
+                store_strided(target, sum(self.prefix[i]))
+            else:
+                for n in range(self.plan.given):
+                    self.gmem.path_decay[at.batch, n, at.head] = prefix[0, 0, n] + prefix[0, 1, n]
 
     def tree(self, row: int, i: int) -> Array:
         """A value a node of tile i, along rows."""
@@ -430,10 +456,7 @@ class _Inverter(_Warpgroup):
         self.prefix[i] = along_path(0), along_path(1)
         store(self.prefix[i], [smem.prefix.at[i, n] for n in range(2)])
 
-        @pl.when(lax.axis_index("block") == 0)
-        def _() -> None:
-            along = self.block.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), self.block.head
-            store_strided(self.gmem.path_decay.at[along], sum(self.prefix[i]))
+        self.write_decays(i)
 
     def send_factors(self, i: int, g: Array, beta: Array, inverted: Array) -> None:
         """The couplings of tile i to earlier ones, then the factors of its inverse."""
