@@ -469,7 +469,8 @@ class _Inverter(_Warpgroup):
         squares = jnp.sum(jnp.where(diagonal, gram, 0.0), axis=1) + NORM_EPS
         inverse_norm = lax.rsqrt(squares)
         factors = beta * inverse_norm, self.carry(i) * inverse_norm, squares * inverse_norm
-        store(factors, [smem.gates.at[i, n] for n in range(3)])
+        for n, factor in enumerate(factors):
+            smem.gates[i, n] = factor
         plgpu.barrier_arrive(smem.gated.at[i])
         scale = rows(beta * inverse_norm * inverse_norm, self.square)
         for j in range(i):
@@ -506,9 +507,9 @@ class _Inverter(_Warpgroup):
         n_parts, depth_row = self.plan.parts, self.plan.words
         depths = plgpu.load(self.smem.tree.at[depth_row + 1, self.nodes(i)], layout=COLS)
         apart = lax.bitwise_xor(rows(self.tree(depth_row, i), self.square), cols(depths, self.square))
-        refs = [self.smem.a.at[n] for n in range(n_parts)]
-        store(split(a, n_parts), refs)
-        a_refs = [ref.at[self.used] for ref in refs]
+        for n, part in enumerate(split(a, n_parts)):
+            self.smem.a[n] = part  # committed with the first X
+        a_refs = [self.smem.a.at[n, self.used] for n in range(n_parts)]
         x = jnp.where(apart == 1, -a, jnp.where(diagonal, 1.0, 0.0))
         self.claim()
 
