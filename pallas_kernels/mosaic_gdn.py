@@ -19,8 +19,8 @@ square matrices and sends them through a ring in shared memory: X, P, P², P⁴,
 computes the right-hand side and multiplies it by what comes. Larger trees go tile after tile; the couplings between a
 tile and the earlier ones travel in the same ring, before X for A and with M for outputs.
 
-Prefix sums of log-decays are kept as multiples of 1/512 plus a remainder. Sums of the former are exact, so differences
-of prefixes keep the digits of a weak decay downstream of a strong one.
+Prefix sums of log-decays, in base 2, are kept as multiples of 1/256 plus a remainder. Sums of the former are exact, so
+differences of prefixes keep the digits of a weak decay downstream of a strong one.
 
 What `ancestors` says about a tree is packed into a few integers a node (`pack_ancestors`), the same for all layers.
 """
@@ -69,7 +69,7 @@ HEAD_DIMS = (64, 128)
 NODE_MULTIPLE = 16  # rows of the smallest operand that a product takes as its right side
 MIN_LOG_DECAY = -88.0  # e^-88 is below the smallest normal float32: one such step forgets everything
 NORM_EPS = 1e-6
-DECAY_STEPS = 512.0  # in a unit of log-decay: 256 nodes of −88 stay below 2^24 steps
+DECAY_STEPS = 256.0  # in a unit of log2 of decay: 256 nodes of −127 stay below 2^24 steps
 WORD = 32  # nodes in a word of ancestors
 LAST_LEVELS = 3  # applied as factors, not inverted
 SMEM_BYTES = 232_448 - 4096  # of a block, less barriers and gaps
@@ -186,6 +186,8 @@ def _verify(
         thread_name="warpgroup",
         interpret=interpret,
         kernel_name="gdn_tree_verify",
+        # Every store would be between two barriers; `commit_smem` is where one is needed.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     results = call(query, key, value, log_decay, beta, tree, state)
     return GdnTreeResult(*(x if x.shape[1] == nodes else x[:, :nodes] for x in results))
@@ -238,7 +240,7 @@ class _Plan(NamedTuple):
             "ring": matrix((self.slots, self.parts, *square)),
             "w": matrix((self.tiles, self.parts, *wide)),  # right-hand side, then W
             "tree": plgpu.SMEM((self.words + 3, self.tiles * TILE_ROWS), I32),
-            "steps": plgpu.SMEM((self.tiles, 2, TILE_ROWS), F32),  # log-decays: multiples of 1/512, remainders
+            "steps": plgpu.SMEM((self.tiles, 2, TILE_ROWS), F32),  # log2-decays: multiples of 1/256, remainders
             "prefix": plgpu.SMEM((self.tiles, 2, TILE_ROWS), F32),  # their sums over ancestors
             "gates": plgpu.SMEM((self.tiles, 3, TILE_ROWS), F32),
         }
@@ -368,7 +370,8 @@ class _Inverter(_Warpgroup):
             self.send_factors(i, *gates[i], levels - LAST_LEVELS)
             if i > 0:
                 self.write_output(i - 1)
-                if i + 1 < plan.tiles and i + 1 >= plan.query_slots:
+                if plan.query_slots <= i + 1 < plan.tiles:
+                    plgpu.commit_smem()  # all warps have read the slot that is written next
                     self.fetch_query(i + 1)
         self.write_output(plan.tiles - 1)
         plgpu.barrier_arrive(smem.done)
@@ -389,9 +392,9 @@ class _Inverter(_Warpgroup):
         plgpu.copy_gmem_to_smem(source, self.query(i).at[self.used], self.smem.loaded.at[i])
 
     def load_gates(self, i: int) -> tuple[Array, Array]:
-        """Log-decays and β of tile i, along rows."""
+        """Log2-decays and β of tile i, along rows."""
         g, beta = (self.load_rows(ref, i) for ref in (self.gmem.g, self.gmem.beta))
-        return jnp.maximum(g, MIN_LOG_DECAY), beta
+        return jnp.maximum(g, MIN_LOG_DECAY) * (1 / math.log(2)), beta
 
     def load_rows(self, ref: Ref, i: int) -> Array:
         """A head's values of tile i, along rows; one by one when there are fewer than rows."""
@@ -413,10 +416,10 @@ class _Inverter(_Warpgroup):
         def _() -> None:
             if self.plan.width == TILE_ROWS:
                 target = self.gmem.path_decay.at[at.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), at.head]
-                store_strided(target, sum(self.prefix[i]))
+                store_strided(target, sum(self.prefix[i]) * math.log(2))
             else:
                 for n in range(self.plan.given):
-                    self.gmem.path_decay[at.batch, n, at.head] = prefix[0, 0, n] + prefix[0, 1, n]
+                    self.gmem.path_decay[at.batch, n, at.head] = (prefix[0, 0, n] + prefix[0, 1, n]) * math.log(2)
 
     def tree(self, row: int, i: int) -> Array:
         """A value a node of tile i, along rows."""
@@ -438,7 +441,7 @@ class _Inverter(_Warpgroup):
         exponent = 0.0
         for n, prefix in enumerate(self.prefix[i]):
             exponent += rows(prefix, self.square) - self.columns(self.smem.prefix.at[j, n])
-        return jnp.exp(jnp.where(self.on_path(i, j), exponent, -jnp.inf))
+        return jnp.exp2(jnp.where(self.on_path(i, j), exponent, -jnp.inf))
 
     def sum_decays(self, i: int, g: Array) -> None:
         """Prefix sums of tile i."""
@@ -478,7 +481,7 @@ class _Inverter(_Warpgroup):
         self.invert(i, jnp.where(diagonal, 0.0, gram * scale * decay), diagonal, inverted)
 
     def carry(self, i: int) -> Array:
-        return jnp.exp(sum(self.prefix[i]))
+        return jnp.exp2(sum(self.prefix[i]))
 
     def claim(self) -> None:
         """Waits until the next slot of the ring may be written."""
@@ -517,7 +520,9 @@ class _Inverter(_Warpgroup):
             parts, refs = self.put(x)
             step = self.dot(self.square, pairs(parts, a_refs))
             step = jnp.where(lax.shift_right_logical(apart, level) == 1, step, 0.0)
-            return x - self.dot(self.square, pairs(split(step, n_parts), refs))
+            x -= self.dot(self.square, pairs(split(step, n_parts), refs))
+            plgpu.commit_smem()  # all warps have read the slot that is written next
+            return x
 
         x = lax.fori_loop(1, inverted, add_level, x)
         parts, _ = self.put(x)
@@ -583,6 +588,7 @@ class _Applier(_Warpgroup):
         result = self.dot(self.wide, pairs(matrix, [smem.w.at[j, n, self.used] for n in parts]))
         plgpu.barrier_arrive(smem.empty.at[self.slot])
         self.sent += 1
+        plgpu.commit_smem()  # all warps have read W, which may be written next
         return result
 
     def keep(self, i: int, w: Array) -> None:
