@@ -15,9 +15,10 @@ blocks, at most C(7, 3) = 35 of them, where powers of A itself would count up to
 keys alike, plain doubling loses all digits on a long chain, this form none that matter.
 
 Schedule. One block of threads for a value head and a slice of the value dimension; two warpgroups. The first makes
-square matrices and sends them through a ring in shared memory: X, P, P², P⁴, then M. The second splits the state,
-computes the right-hand side and multiplies it by what comes. Larger trees go tile after tile; the couplings between a
-tile and the earlier ones travel in the same ring, before X for A and with M for outputs.
+square matrices and sends X, P, P² and P⁴ through a ring in shared memory; the second splits the state into bf16 parts,
+computes the right-hand side, multiplies it by what comes and writes U. When the first has nothing left to send, it
+makes M and the outputs. Larger trees go tile after tile; the couplings of a tile to earlier ones travel before its X,
+and its outputs wait until the matrices of the next tile have been sent.
 
 Prefix sums of log-decays, in base 2, are kept as multiples of 1/256 plus a remainder. Sums of the former are exact, so
 differences of prefixes keep the digits of a weak decay downstream of a strong one.
