@@ -242,7 +242,8 @@ class _Inverter(_Warpgroup):
         def _() -> None:
             if self.plan.width == TILE_ROWS:
                 target = self.gmem.path_decay.at[at.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), at.head]
-                store_strided(target, sum(self.prefix[i]) * math.log(2))
+                steps, rest = self.prefix[i]
+                store_strided(target, (steps + rest) * math.log(2))
             else:
                 for n in range(self.plan.given):
                     self.gmem.path_decay[at.batch, n, at.head] = (prefix[0, 0, n] + prefix[0, 1, n]) * math.log(2)
