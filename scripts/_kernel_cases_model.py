@@ -15,7 +15,7 @@ from flax import nnx
 import pallas_kernels
 from pallas_kernels import reference
 from tfm_jax.config import WeaverConfig
-from tfm_jax.tree import default_steps
+from tfm_jax.growth import default_steps
 from tfm_jax.weaver import Weaver, WeaverTables
 
 _STATE_BARS = {"default": 5e-4, "highest": 5e-6}
