@@ -7,7 +7,7 @@ prompts; differences pair the prompts.
 A schedule is a width (nodes expanded together), steps (dependent calls of the Weaver before pruning; 0 prunes nothing
 and takes ⌈budget / width⌉) and whether the tree keeps its spine.
 
-With --record the rounds are kept as well (scores of every tree, accepted slots), for `bench.py budgets`.
+With --record, what a round at any place would do is kept as well, for `bench.py budgets`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from _bench_acceptance import (
     read_texts,
 )
 from _bench_report import plot_pareto, show_trees
-from _draft_simulation import Drafts, Positions, Rounds, read_positions, simulate
+from _draft_simulation import Chart, Drafts, Positions, Rounds, chart_rounds, read_positions, simulate
 
 from tfm_jax.data import save_arrays
 from tfm_jax.decode import Params, bind
@@ -91,7 +91,8 @@ class Trees:
         draft_noise: `shared` drafts with the noise of the target's draws; `none` does not know it.
         batch: prompts at once when the texts are written.
         seed: of the noise (plus the prompt's number) and of the bootstrap.
-        record: folder for the rounds themselves, a file a schedule, budget and temperature.
+        record: folder for what rounds would do, a file a temperature: see `_draft_simulation.Chart`.
+        record_budgets: that the choice is among there.
         dtype: compute dtype; by default float32 on a CPU and bfloat16 on a GPU.
     """
 
@@ -107,6 +108,7 @@ class Trees:
     batch: int = 32
     seed: int = 0
     record: Path | None = None
+    record_budgets: tuple[int, ...] = (7, 15, 31, 63)
     dtype: Literal["float32", "bfloat16"] | None = None
 
     def measure(self) -> dict[str, Any]:
@@ -128,6 +130,11 @@ class Trees:
         rows = []
         for temperature in self.temperatures:
             positions = self._positions(engine, prompts, temperature)
+            if self.record is not None:
+                budgets = tuple(sorted(set(self.record_budgets)))
+                chart = chart_rounds(engine, positions, budgets, depth=_depth(engine))
+                save_chart(self.record / f"temperature-{temperature:g}.npz", chart, budgets, groups)
+                print(f"record, temperature {temperature:g}: done", file=sys.stderr, flush=True)
             for budget in self.budgets:
                 runs = []
                 for schedule in schedules:
@@ -137,10 +144,7 @@ class Trees:
                         file=sys.stderr,
                         flush=True,
                     )
-                for text, schedule, run in zip(self.schedules, schedules, runs, strict=True):
-                    if self.record is not None:
-                        name = f"{text}-budget-{budget}-temperature-{temperature:g}.npz"
-                        save_rounds(self.record / name, run, groups)
+                for schedule, run in zip(schedules, runs, strict=True):
                     rows += make_rows(schedule, run, runs[0], groups, temperature, budget, len(prompts), self.seed)
         return {"meta": {"dtype": engine.dtype.name, "draft_noise": self.draft_noise, "seed": self.seed}, "rows": rows}
 
@@ -219,10 +223,10 @@ def make_rows(
     return rows
 
 
-def save_rounds(path: Path, rounds: Rounds, groups: Groups) -> None:
-    """Writes rounds and the prompts of each set as `.npz`."""
-    arrays = dataclasses.asdict(rounds) | {f"set_{name}": np.array(numbers) for name, numbers in groups.items()}
-    save_arrays(path, arrays)
+def save_chart(path: Path, chart: Chart, budgets: tuple[int, ...], groups: Groups) -> None:
+    """Writes a chart, its budgets and the prompts of each set as `.npz`."""
+    sets = {f"set_{name}": np.array(numbers) for name, numbers in groups.items()}
+    save_arrays(path, dataclasses.asdict(chart) | {"budgets": np.array(budgets)} | sets)
 
 
 def _depth(engine: Engine) -> int:

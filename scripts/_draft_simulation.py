@@ -15,17 +15,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from tfm_jax.budget import promised_tokens
 from tfm_jax.config import Models
 from tfm_jax.data import Continuations
 from tfm_jax.decode import Params, bind
 from tfm_jax.engine import Engine
+from tfm_jax.growth import default_steps, growth_stops
 from tfm_jax.objectives import Drawn, draft_blocks
-from tfm_jax.sampling import scaled_noise, walk
+from tfm_jax.sampling import AcceptedPath, scaled_noise, walk
 from tfm_jax.tree import DraftTree, top_candidates
 
 _PROMPTS_AT_ONCE = 4
+_ROUNDS_AT_ONCE = 128
 _NOTHING = -1  # follows the end of a text; no draft has this token
 
 
@@ -57,14 +61,6 @@ class Drafts(NamedTuple):
     log_probs: Float[Array, "batch depth pool"]
 
 
-class Judged(NamedTuple):
-    """One round: accepted slots (the root first) and how many tokens it would emit; the tree's scores and depths."""
-
-    count: Int[Array, " batch"]
-    path: Int[Array, "batch steps"]
-    scores: Float[Array, "batch nodes"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Rounds:
     """All rounds of all prompts under one schedule, one row a round.
@@ -72,16 +68,10 @@ class Rounds:
     Attributes:
         prompt: number of the prompt.
         committed: tokens emitted.
-        path: accepted slots, the root first; −1 beyond.
-        scores: of the tree's slots.
-        remaining: tokens still wanted before the round.
     """
 
     prompt: Int[np.ndarray, " rounds"]
     committed: Int[np.ndarray, " rounds"]
-    path: Int[np.ndarray, "rounds steps"]
-    scores: Float[np.ndarray, "rounds nodes"]
-    remaining: Int[np.ndarray, " rounds"]
 
     def acceptance(self, prompts: int) -> Float[np.ndarray, " prompts"]:
         """Mean tokens a round of each prompt; NaN without a round."""
@@ -177,27 +167,97 @@ def simulate(
         draft: the tree of a round, traceable.
         depth: of the tree.
     """
-    judge = jax.jit(functools.partial(_judge, draft, depth=depth))
+    judge = jax.jit(lambda params, inputs, following: _accepted(draft(params, inputs), following, depth).count)
     rows = np.arange(len(positions.lengths))
     place, last = np.zeros_like(positions.lengths), positions.lengths - 1
     records: list[tuple[np.ndarray, ...]] = []
     while np.any(place < last):
-        at = np.minimum(place, positions.roots.shape[1] - 1)
-        inputs = Drafts(*(part[rows, at] for part in positions[:6]))
-        next_tokens = positions.following[rows[:, None], np.minimum(place, last)[:, None] + np.arange(1, depth + 2)]
-        judged = jax.device_get(judge(engine.params, inputs, next_tokens))
-        live, left = place < last, last - place
-        committed = np.where(live, np.minimum(judged.count, left), 0)
-        path = np.where(np.arange(depth + 1) < judged.count[:, None], judged.path, -1)
-        records.append(tuple(part[live] for part in (rows, committed, path, judged.scores, left)))
+        count = np.asarray(judge(engine.params, *_inputs(positions, rows, np.minimum(place, last), depth)))
+        live = place < last
+        committed = np.where(live, np.minimum(count, last - place), 0)
+        records.append((rows[live], committed[live]))
         place = place + committed
     return Rounds(*map(np.concatenate, zip(*records, strict=True)))
 
 
-def _judge(
-    draft: Callable[[Params, Drafts], DraftTree], params: Params, inputs: Drafts, following: Array, *, depth: int
-) -> Judged:
-    tree = draft(params, inputs)
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """What a round at any place of any text would do, however far its tree grows and however much of it is verified.
+
+    Entry (prompt, k) belongs to the round whose root is new token k; rows are padded.
+
+    Attributes:
+        lengths: of the texts; a text's last token is no root.
+        steps: numbers of steps after which a tree's growth may end (`tfm_jax.growth.growth_stops`).
+        waiting: sum of e^score of the nodes that one more step would expand.
+        promised: `tfm_jax.budget.promised_tokens`.
+        emitted: tokens, bonus included and as if the text went on.
+        fixed: the same for a tree that was grown for just so many nodes.
+    """
+
+    lengths: Int[np.ndarray, " prompts"]
+    steps: Int[np.ndarray, " stops"]
+    waiting: Float[np.ndarray, "prompts positions stops"]
+    promised: Float[np.ndarray, "prompts positions stops budgets"]
+    emitted: Int[np.ndarray, "prompts positions stops budgets"]
+    fixed: Int[np.ndarray, "prompts positions budgets"]
+
+
+def chart_rounds(engine: Engine, positions: Positions, budgets: tuple[int, ...], *, depth: int) -> Chart:
+    """Drafts and judges rounds at all places.
+
+    Args:
+        engine: for its parameters.
+        positions: see `read_positions`.
+        budgets: ascending.
+        depth: of the trees.
+    """
+    chart = jax.jit(functools.partial(_chart, engine.models, budgets=budgets, depth=depth))
+    prompts, width = positions.roots.shape
+    rows, places = np.divmod(np.flatnonzero(np.arange(width) < positions.lengths[:, None] - 1), width)
+    parts = []
+    for start in range(0, len(rows), _ROUNDS_AT_ONCE):
+        some = np.minimum(np.arange(start, start + _ROUNDS_AT_ONCE), len(rows) - 1)
+        inputs = _inputs(positions, rows[some], places[some], depth)
+        parts.append(jax.device_get(chart(engine.params, *inputs)))
+
+    def spread(*values: np.ndarray) -> np.ndarray:
+        whole = np.zeros((prompts, width, *values[0].shape[1:]), values[0].dtype)
+        whole[rows, places] = np.concatenate(values)[: len(rows)]
+        return whole
+
+    steps = np.array(growth_stops(default_steps(budgets[-1])))
+    return Chart(positions.lengths, steps, *map(spread, *parts))
+
+
+def _chart(
+    models: Models, params: Params, inputs: Drafts, following: Array, *, budgets: tuple[int, ...], depth: int
+) -> tuple[Array, ...]:
+    weaver, most = bind(models, params).weaver, budgets[-1]
+    steps, limits = default_steps(most), jnp.array(budgets)
+    arguments = (*inputs[:5], params["tables"])
+
+    def stop(after: Array) -> tuple[Array, ...]:
+        grown = weaver.grow_tree(*arguments, lambda made, _: made < after, budget=most, steps=steps)
+        accepted = _accepted(grown.tree, following, depth)
+        on_path = jnp.arange(depth + 1) < accepted.count[:, None]
+        emitted = jnp.sum(on_path[:, None] & (accepted.path[:, None] <= limits[:, None]), axis=2, dtype=jnp.uint8)
+        return jnp.sum(jnp.exp(grown.waiting), axis=1), promised_tokens(grown.tree.scores, budgets), emitted
+
+    charted = (jnp.moveaxis(part, 0, 1) for part in lax.map(stop, jnp.array(growth_stops(steps))))
+    trees = (weaver.build_tree(*arguments, budget=budget, steps=default_steps(budget)) for budget in budgets)
+    fixed = [_accepted(tree, following, depth).count.astype(jnp.uint8) for tree in trees]
+    return *charted, jnp.stack(fixed, axis=1)
+
+
+def _inputs(
+    positions: Positions, rows: Int[np.ndarray, " batch"], places: Int[np.ndarray, " batch"], depth: int
+) -> tuple[Drafts, Int[np.ndarray, "batch steps"]]:
+    """What rounds at these places draft from, and what follows their roots."""
+    following = positions.following[rows[:, None], places[:, None] + np.arange(1, depth + 2)]
+    return Drafts(*(jnp.asarray(part[rows, places]) for part in positions[:6])), following
+
+
+def _accepted(tree: DraftTree, following: Int[Array, "batch steps"], depth: int) -> AcceptedPath:
     choices = jax.vmap(lambda row, at: row[at])(following, tree.depths)
-    accepted = walk(tree, choices, max_depth=depth)
-    return Judged(accepted.count, accepted.path, tree.scores)
+    return walk(tree, choices, max_depth=depth)

@@ -9,55 +9,103 @@ from goldens import loop_engine, prompts
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from _bench_budgets import Outcome, Record, judge, make_row
+from _bench_budgets import Outcome, judge, large_sets, make_row, walk_chosen
 from _bench_trees import Schedule, read_schedule, tree_of
-from _draft_simulation import read_positions, simulate
+from _draft_simulation import Chart, Positions, chart_rounds, read_positions, simulate
 
 from tfm_jax.budget import Costs
 from tfm_jax.errors import TfmError
 
-LOOP, NEW = "loop_qwen3_5", 24
+LOOP, NEW, SEEDS = "loop_qwen3_5", 24, [11, 12, 13, 14]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    """What the golden loop's target writes at temperature 1."""
+    decoded = loop_engine(LOOP).generate(prompts(LOOP), budget=15, **options(SEEDS))
+    return [generation.token_ids for generation in decoded]
+
+
+@pytest.fixture(scope="module")
+def positions(texts: list[list[int]]) -> Positions:
+    engine = loop_engine(LOOP)
+    drafts = {"temperature": 1.0, "seeds": SEEDS, "pool": engine.models.weaver.pool_size, "shared_noise": True}
+    return read_positions(engine, prompts(LOOP), texts, **drafts)
+
+
+def options(seeds: list[int]) -> dict[str, object]:
+    return {"temperature": 1.0, "seed": seeds, "max_new_tokens": NEW, "ignore_eos": True}
 
 
 @pytest.mark.slow
-def test_simulated_rounds_are_the_engines() -> None:
+def test_simulated_rounds_are_the_engines(positions: Positions) -> None:
     """Also where texts end, and with the noise of the right positions: all rounds of all prompts agree."""
-    engine, seeds, temperature = loop_engine(LOOP), [11, 12, 13, 14], 1.0
-    options = {"temperature": temperature, "seed": seeds, "max_new_tokens": NEW, "ignore_eos": True}
-    decoded = engine.generate(prompts(LOOP), budget=15, **options)
-    texts = [generation.token_ids for generation in decoded]
-    pool = engine.models.weaver.pool_size
-    positions = read_positions(
-        engine, prompts(LOOP), texts, temperature=temperature, seeds=seeds, pool=pool, shared_noise=True
-    )
+    engine = loop_engine(LOOP)
+    decoded = engine.generate(prompts(LOOP), budget=15, **options(SEEDS))
     rounds = simulate(engine, positions, tree_of(engine, Schedule(1, 15), 15), depth=15)
     for number, generation in enumerate(decoded):
         assert rounds.committed[rounds.prompt == number].tolist() == [r.committed for r in generation.rounds]
     known = np.array([generation.acceptance_length for generation in decoded])
-    np.testing.assert_allclose(rounds.acceptance(len(texts)), known)
+    np.testing.assert_allclose(rounds.acceptance(len(decoded)), known)
+
+
+@pytest.mark.slow
+def test_chosen_rounds_are_the_engines(positions: Positions) -> None:
+    """Budget and tokens of every round, and the same number of rounds for every fixed budget."""
+    engine = loop_engine(LOOP)
+    costs = Costs((3, 7, 15), (1.0, 1.1, 1.25), 0.02, (0.7, 0.9, 1.2), "tfm", "cpu", "float32", 8)
+    chart = chart_rounds(engine, positions, costs.budgets, depth=15)
+    outcome = judge(chart, costs)
+    walks = walk_chosen(chart, costs)
+    for number, (prompt, seed) in enumerate(zip(prompts(LOOP), SEEDS, strict=True)):
+        (decoded,) = engine.generate([prompt], budget="auto", costs=costs, **options([seed]))
+        mine = [step for step in walks if step.live[number]]
+        assert [int(costs.budgets[step.choice[number]]) for step in mine] == [r.nodes for r in decoded.rounds]
+        assert [int(step.emitted[number]) for step in mine] == [r.committed for r in decoded.rounds]
+    steps = np.concatenate([step.steps[step.live] for step in walks])
+    assert len(set(steps.tolist())) > 3
+    assert outcome.steps.sum() == steps.sum()
+    for column, budget in enumerate(costs.budgets):
+        decoded = engine.generate(prompts(LOOP), budget=budget, **options(SEEDS))
+        assert outcome.rounds[:, column].tolist() == [len(generation.rounds) for generation in decoded]
 
 
 def test_fixed_and_chosen_budgets_on_rounds_counted_by_hand() -> None:
-    """Slots 2 and 9 are accepted in round 1, slot 1 in round 2, where one token is wanted; 10 nodes cost twice 3."""
-    scores = np.full((2, 11), -np.inf, np.float32)
-    scores[0, [0, 1, 2, 9]] = [0, -9, 0, 0]  # promises 2 tokens in slots 2 and 9: 1 with 3 nodes, 2 with 10
-    scores[1, [0, 1, 9]] = [0, 0, -9]
-    path = np.array([[0, 2, 9, -1], [0, 1, -1, -1]])
-    record = Record(np.array([0, 0]), path, scores, np.array([10, 1]), {"val": np.array([0])})
-    outcome = judge(record, Costs((1, 3, 10), (1.0, 1.5, 3.0), "tfm", "cpu", "float32", 8))
-    # Round 1: rate 1, so 3 nodes (1 + 1 - 1.5) beat 1 (0 + 1 - 1) and 10 (2 + 1 - 3): two tokens.
-    # Round 2: rate 3 / 2.5, promised 1 with every budget: the cheapest.
-    np.testing.assert_allclose(outcome.tokens, [[1 + 1, 2 + 1, 3 + 1, 2 + 1]])
-    np.testing.assert_allclose(outcome.seconds, [[2.0, 3.0, 6.0, 2.5]])
+    """A text of 4 tokens after the first."""
+    shape = (1, 5, 2)
+    waiting = np.zeros(shape, np.float32)
+    waiting[0, :3, 0] = [1.1, 0, 1.1]  # of the first round at place 0, and of the second at place 2
+    promised = np.zeros((*shape, 2), np.float32)
+    promised[0, :3] = [[[0.1, 0.1], [0.1, 0.9]], [[0, 0], [0, 0]], [[0.1, 0.9], [0.1, 0.9]]]
+    emitted = np.ones((*shape, 2), np.uint8)
+    emitted[0, 0, 1] = [1, 2]
+    emitted[0, 2, 0] = [1, 9]  # two more are wanted
+    fixed = np.ones((1, 5, 2), np.uint8)
+    fixed[0, ::2, 1] = 2
+    chart = Chart(np.array([5]), np.array([1, 2]), waiting, promised, emitted, fixed)
+    outcome = judge(chart, Costs((1, 3), (1.0, 1.5), 0.25, (0.5, 0.75), "tfm", "cpu", "float32", 8))
+    # Round 1, rate 1: step 2 (0.7 x 1.1 > 0.25 + 2 x 0.25), then 3 nodes (0.9 - 1.5 > 0.1 - 1): 2 tokens in 1.5 s.
+    # Round 2, rate 3 / 2.5, trust 11 / 10.9: no step 2 (0.7 x 1.11 < 0.9), 3 nodes (0.908 - 1.8 > 0.101 - 1.2): 1.25 s
+    np.testing.assert_allclose(outcome.tokens, [[4, 4, 4]])
+    np.testing.assert_allclose(outcome.seconds, [[4 * 0.5, 2 * 0.75, 2.75]])
 
 
 def test_gain_is_the_ratio_of_sums_over_the_best_budget() -> None:
-    tokens = np.array([[2.0, 4.0, 5.0]] * 3)
-    seconds = np.array([[1.0, 2.5, 2.5]] * 3)
-    costs = Costs((1, 3), (1.0, 2.5), "tfm", "cpu", "float32", 8)
-    row = make_row("val", Outcome(tokens, seconds), np.arange(3), costs, seed=0)
+    tokens, rounds = np.array([[4.0, 4.0, 4.0]] * 3), np.array([[4, 2, 2]] * 3)
+    seconds = np.array([[2.0, 2.5, 2.0]] * 3)
+    costs = Costs((1, 3), (0.5, 1.2), 0.0, (0.5, 1.25), "tfm", "cpu", "float32", 8)
+    row = make_row("val", Outcome(tokens, seconds, rounds, np.array([6, 8, 10])), np.arange(3), costs, seed=0)
     assert (row["best_fixed"], row["fixed"], row["chosen"]) == (1, {"1": 2.0, "3": 1.6}, 2.0)
     assert (row["gain"], row["ci95"]) == (0, [0, 0])
+    assert (row["tokens_per_round"], row["steps_per_round"]) == ({"best_fixed": 1.0, "chosen": 2.0}, 4.0)
+
+
+def test_small_sets_are_taken_together() -> None:
+    sets = {"val": np.arange(4), "a": np.array([4, 5]), "b": np.array([6]), "all": np.arange(7)}
+    assert {name: members.tolist() for name, members in large_sets(sets, 3).items()} == {
+        "val": [0, 1, 2, 3], "all": [0, 1, 2, 3, 4, 5, 6], "a + b": [4, 5, 6],
+    }  # fmt: skip
+    assert list(large_sets(sets, 4)) == ["val", "all"]
 
 
 def test_schedules_are_read_or_refused() -> None:

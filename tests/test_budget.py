@@ -11,7 +11,16 @@ import pytest
 from goldens import SEEDS, TEMPERATURES, loop_engine, plain, prompts
 from test_tree import VOCAB
 
-from tfm_jax.budget import Costs, choose_budget, promised_tokens, read_costs, start_ledger, write_costs
+from tfm_jax.budget import (
+    Costs,
+    choose_budget,
+    promised_tokens,
+    read_costs,
+    round_seconds,
+    start_ledger,
+    worth_a_step,
+    write_costs,
+)
 from tfm_jax.calibration import measure_costs
 from tfm_jax.errors import TfmError
 from tfm_jax.state import Ledger
@@ -19,7 +28,7 @@ from tfm_jax.tree import DraftTree, first_nodes
 from tfm_jax.verifiers import Noise, target_only
 
 LOOP = "loop_qwen3_5"
-COSTS = Costs((3, 15), (1.0, 1.3), "tfm", "cpu", "float32", 64)
+COSTS = Costs((3, 15), (1.0, 1.3), 0.01, (0.9, 1.2), "tfm", "cpu", "float32", 64)
 
 
 def test_promised_tokens_are_the_mean_of_what_is_accepted() -> None:
@@ -65,7 +74,10 @@ def test_rule_maximises_tokens_less_their_price() -> None:
         spent, hoped, kept = rng.uniform(0, 50, 3).astype(np.float32)
         emitted = int(rng.integers(1, 100))
         choice = choose_budget(
-            jnp.asarray(promised), jnp.int32(1), jnp.int32(emitted), Ledger(jnp.asarray(costs), spent, hoped, kept)
+            jnp.asarray(promised),
+            jnp.int32(1),
+            jnp.int32(emitted),
+            Ledger(jnp.asarray(costs), *map(jnp.float32, (0, 0, spent, hoped, kept))),
         )
         gains = (kept + 10) / (hoped + 10) * promised - emitted / (spent + costs[0]) * costs
         assert int(choice) == int(np.argmax(gains))
@@ -78,6 +90,18 @@ def test_first_round_takes_a_token_from_the_cheapest_round_as_the_price() -> Non
     ledger = start_ledger(jnp.array([1.0, 1.3]))
     for more, expected in ((0.29, 0), (0.31, 1)):
         assert int(choose_budget(jnp.array([0.5, 0.5 + more]), jnp.int32(1), jnp.int32(1), ledger)) == expected
+
+
+def test_a_step_is_made_while_its_promise_is_worth_its_time() -> None:
+    """20 tokens in 4 s so far, 0.06 s a step, 0.02 s a node: 0.7 of what it promises must be more than half a token."""
+    past = Ledger(jnp.array([1.0, 2.0]), *map(jnp.float32, (0.06, 0.02, 3.0, 20.0, 20.0)))
+    doubtful = past._replace(accepted=jnp.float32(5))  # of 20 promised: (5 + 10) / (20 + 10) of a promise counts
+    for ledger, enough in ((past, 0.5 / 0.7), (doubtful, 1.0 / 0.7)):
+        worth = [
+            bool(worth_a_step(jnp.float32(hits), jnp.int32(20), ledger)) for hits in (enough - 0.01, enough + 0.01)
+        ]
+        assert worth == [False, True]
+    assert round_seconds(jnp.int32(1), jnp.int32(3), past) == pytest.approx(1.82)
 
 
 @pytest.mark.slow
@@ -93,7 +117,7 @@ def test_text_of_a_batch_is_the_targets_own_and_budgets_differ() -> None:
 
 @pytest.mark.slow
 def test_streamed_rounds_choose_too() -> None:
-    engine, costs = loop_engine(LOOP), Costs((3, 15), (1.0, 1.2), "ddtree", "cpu", "float32", 64)
+    engine, costs = loop_engine(LOOP), Costs((3, 15), (1.0, 1.2), 0.0, (1.0, 1.2), "ddtree", "cpu", "float32", 64)
     options = {"method": "ddtree", "budget": "auto", "costs": costs, "max_new_tokens": 24, "ignore_eos": True}
     rounds = list(engine.stream(prompts(LOOP)[0], **options))
     assert [token for step in rounds for token in step.tokens] == plain(LOOP)[0]
@@ -131,10 +155,13 @@ def test_table_survives_the_disk_and_damage_is_named(tmp_path: Path) -> None:
         read_costs(tmp_path / "missing.json")
     values = json.loads(path.read_text())
     for change, words in (
-        ({"format": 2}, "another format"),
+        ({"format": 1}, "another format"),
         ({"budgets": [15, 3]}, "ascending budgets"),
         ({"seconds": [1.0, 0.0]}, "each with its seconds"),
         ({"seconds": [1.0]}, "each with its seconds"),
+        ({"fixed_seconds": [1.0]}, "each with its seconds"),
+        ({"step_seconds": -1}, "seconds of a step"),
+        ({"step_seconds": 0.08}, "seconds of a step"),
         ({"budgets": "many"}, "is no cost table"),
     ):
         path.write_text(json.dumps(values | change))
@@ -162,7 +189,7 @@ def test_calibration_names_what_it_cannot_time(options: dict[str, object], words
     [
         ({"costs": COSTS, "method": "chain"}, "choose tfm or ddtree"),
         ({"costs": COSTS, "method": "ddtree"}, "the table of costs is for tfm"),
-        ({"costs": Costs((3,), (1.0,), "tfm", "gpu X", "float32", 8)}, "holds for gpu X in float32"),
+        ({"costs": Costs((3,), (1.0,), 0.0, (1.0,), "tfm", "gpu X", "float32", 8)}, "holds for gpu X in float32"),
         ({}, "no cost table at"),
     ],
 )

@@ -105,7 +105,7 @@ def test_calibrated_budgets_change_no_token(
     timed = ("--budgets", "3", "7", "--context", "8", "--rounds", "1", "--output", str(table))
     assert main(["calibrate", *model, *timed]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in shown] == ["budget 3", "budget 7", str(table)]
+    assert [line.split(":")[0] for line in shown] == ["budget 3", "budget 7", "a step left out", str(table)]
     prompt = golden["prompt0/ids"]
     arguments = (*model, "--token-ids", ids(prompt), "--max-new-tokens", NEW_TOKENS, "--budget", "auto")
     (result,) = generate(capsys, *arguments, "--costs", table)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from filter_cases import CASES, FilterCase
 from scipy.stats import chi2
-from tiny_model import BATCH, LENGTH, VOCAB, draw, draw_batch, exact_law, optimised, write
+from tiny_model import BATCH, BUDGET, LENGTH, VOCAB, draw, draw_batch, exact_law, optimised, write
 
 import tfm_jax.decode
 from tfm_jax.config import Method, Verifier
@@ -77,6 +77,15 @@ def test_the_round_has_the_exact_law_and_a_text_its_seed() -> None:
         if verifier == "target_only":
             for case in ONE_BY_ONE:
                 np.testing.assert_array_equal(found[case], texts["ar", "target_only"][case])
+
+
+def test_chosen_steps_and_budgets_keep_the_exact_law() -> None:
+    """With the rule whose coins a choice that saw them would bias; texts of `target_only` do not change at all."""
+    check(draw("tfm", "traversal", ONE_BY_ONE, DRAWS, budgets=(3, BUDGET)), DRAWS)
+    chosen, plain = (
+        draw("tfm", "target_only", ONE_BY_ONE[:1], BATCH, budgets=budgets) for budgets in ((3, BUDGET), ())
+    )
+    np.testing.assert_array_equal(*(texts[ONE_BY_ONE[0]] for texts in (chosen, plain)))
 
 
 @pytest.mark.slow  # both: whichever of the two `-m` leaves out, this stays out

@@ -17,17 +17,8 @@ from hypothesis import strategies as st
 from weavers import golden_group, jit_quickly, load_weaver, round_inputs, target_matrices
 
 from tfm_jax.errors import TfmError
-from tfm_jax.tree import (
-    DraftTree,
-    NewNodes,
-    ancestor_mask,
-    best_first_tree,
-    chain_tree,
-    conv_taps,
-    ddtree,
-    default_width,
-    top_candidates,
-)
+from tfm_jax.growth import NewNodes, best_first_tree, default_width
+from tfm_jax.tree import DraftTree, ancestor_mask, chain_tree, conv_taps, ddtree, top_candidates
 from tfm_jax.weaver import residual
 
 WEAVER_TREES = {

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from filter_cases import FilterCase, filtered_law
 
+from tfm_jax.budget import start_ledger
 from tfm_jax.config import DecodePlan, Method, Models, TreePlan, Verifier
 from tfm_jax.decode import Params, bind, emit_first, empty_state, prefill_piece, run_rounds, start_transcript
 from tfm_jax.objectives import drafter_network, target_network, weaver_network
@@ -101,13 +102,18 @@ _first, _write = optimised(emit_first), optimised(write)
 
 
 def draw(
-    method: Method, verifier: Verifier, cases: Sequence[FilterCase], draws: int, jitted_write: Callable = _write
+    method: Method,
+    verifier: Verifier,
+    cases: Sequence[FilterCase],
+    draws: int,
+    jitted_write: Callable = _write,
+    budgets: tuple[int, ...] = (),
 ) -> dict[FilterCase, np.ndarray]:
     """`draws` texts of three tokens for every case, [draws, 3] each; the cases share the batches of 1,024."""
     of_row = np.arange(BATCH) % len(cases)
     batches = -(-draws // (BATCH // len(cases)))
     seeds = np.arange(batches * BATCH).reshape(batches, BATCH)
-    texts = [draw_batch(method, verifier, cases, of_row, some, jitted_write) for some in seeds]
+    texts = [draw_batch(method, verifier, cases, of_row, some, jitted_write, budgets) for some in seeds]
     tokens, of_text = np.concatenate(texts), np.tile(of_row, batches)
     return {case: tokens[of_text == index][:draws] for index, case in enumerate(cases)}
 
@@ -119,14 +125,17 @@ def draw_batch(
     of_row: np.ndarray,
     seeds: np.ndarray,
     jitted_write: Callable = _write,
+    budgets: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """One batch: row i has the filters of case `of_row[i]` and its own seed."""
-    tree = TreePlan(pruned=method == "tfm", shared_noise=verifier == "target_only" and method != "ar")
+    """One batch: row i has the filters of case `of_row[i]` and its own seed; any budgets are chosen round by round."""
+    shared = verifier == "target_only" and method != "ar"
+    tree = TreePlan(pruned=method == "tfm", shared_noise=shared, budgets=budgets)
+    ledger = start_ledger(1.0 + 0.02 * jnp.array(budgets), step_seconds=0.2) if budgets else None
     plan = DecodePlan(MODELS, method, BUDGET, sample=True, verifier=verifier, tree=tree)
     temperature, filters = _mixed(cases, of_row)
     asked = {"temperature": temperature, "filters": filters, "seed": jnp.asarray(seeds, jnp.int32)}
     state = _first(params(), dataclasses.replace(_prefilled(method == "ar"), **asked))
-    return np.asarray(jitted_write(params(), dataclasses.replace(state, plan=plan)))
+    return np.asarray(jitted_write(params(), dataclasses.replace(state, plan=plan, ledger=ledger)))
 
 
 @functools.cache

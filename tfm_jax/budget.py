@@ -1,4 +1,4 @@
-"""How many nodes of a tree to verify: as many as are worth their time.
+"""How far to grow a tree and how many of its nodes to verify: as far and as many as are worth their time.
 
 A tree's scores say how likely the target is to follow each node, so that the sum of e^score over the first b nodes,
 plus one for the bonus, is the number of tokens that a round with b of them should emit. Verifying more takes longer.
@@ -7,9 +7,15 @@ Over a whole text the fastest choice is the one that maximises, in every round,
     expected tokens(b) − rate · seconds(b)
 
 where the rate is the tokens per second that one achieves in the end (Dinkelbach 1967, Management Science 13:492, on
-ratios of sums); the rate so far stands in for it. Scores may be too low or too high on the whole, at temperature 0 for
-one; so what they promise is scaled by what past promises were worth. Nothing here looks at the target's draws of the
-round to come. With the rule `target_only` nothing could go wrong if it did: the text does not depend on the tree.
+ratios of sums); the rate so far stands in for it. Growth is judged in the same way before the tree is there: the nodes
+that the next step of the Weaver would expand are on the target's path with the probability that their scores say, a
+step emits at most one token beyond each, and later steps expand nodes that are no likelier. So growth ends once
+
+    expected tokens of a step ≤ rate · seconds of a step and of verifying what it brings.
+
+Scores may be too low or too high on the whole, at temperature 0 for one; so what they promise is scaled by what past
+promises were worth. Nothing here looks at the target's draws of the round to come. With the rule `target_only` nothing
+could go wrong if it did: the text does not depend on the tree.
 """
 
 from __future__ import annotations
@@ -20,24 +26,29 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tfm_jax.config import Method
 from tfm_jax.errors import TfmError, require
+from tfm_jax.growth import default_steps
 from tfm_jax.state import Ledger
 
 COSTS_FILE = "costs.json"
-_FORMAT = 1
+_FORMAT = 2
 _PRIOR = 10.0  # tokens: how long scores are taken at their word
+_CAUGHT = 0.7  # tokens that a step brings for each that its nodes promise
+_MORE_NODES = 2  # that are worth verifying for each step that is worth making
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of one round by the most nodes that it verifies of the largest tree, as `tfm calibrate` measured them.
+    """What rounds take on a device, as `tfm calibrate` measured them.
 
     Attributes:
         budgets: ascending; the root is not counted.
-        seconds: of a round with each of them, drafting of the largest tree included.
+        seconds: of a round that drafts the largest tree, with all of its steps, and verifies so many of its nodes.
+        step_seconds: that such a round takes less for every step of the Weaver that it leaves out; 0 for "ddtree".
+        fixed_seconds: of a round that drafts and verifies a tree of just so many nodes.
         method: "tfm" or "ddtree".
         device: that they hold for.
         dtype: compute dtype.
@@ -46,16 +57,31 @@ class Costs:
 
     budgets: tuple[int, ...]
     seconds: tuple[float, ...]
+    step_seconds: float
+    fixed_seconds: tuple[float, ...]
     method: Method
     device: str
     dtype: str
     context: int
 
     def __post_init__(self) -> None:
-        fits = len(self.budgets) == len(self.seconds) > 0 and list(self.budgets) == sorted(set(self.budgets))
-        if not fits or min(self.budgets) < 1 or min(self.seconds) <= 0:
-            message = f"costs need ascending budgets, each with its seconds: {self.budgets}, {self.seconds}."
+        rising = list(self.budgets) == sorted(set(self.budgets))
+        fits = len(self.budgets) == len(self.seconds) == len(self.fixed_seconds) > 0 and rising
+        if not fits or min(self.budgets) < 1 or min(*self.seconds, *self.fixed_seconds) <= 0:
+            found = f"{self.budgets}, {self.seconds}, {self.fixed_seconds}"
+            message = f"costs need ascending budgets, each with its seconds: {found}."
             raise TfmError(message)
+        if not 0 <= self.step_seconds * (default_steps(self.budgets[-1]) - 1) < min(self.seconds):
+            message = (
+                f"costs need the seconds of a step, at least 0 and all together below a round's: {self.step_seconds}."
+            )
+            raise TfmError(message)
+
+    @property
+    def node_seconds(self) -> float:
+        """What a round takes more for a node that is verified, on average over all budgets."""
+        rise = self.seconds[-1] - self.seconds[0]
+        return max(rise, 0.0) / max(self.budgets[-1] - self.budgets[0], 1)
 
 
 def write_costs(path: Path, costs: Costs) -> None:
@@ -85,9 +111,12 @@ def read_costs(path: Path) -> Costs:
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         require(values["format"] == _FORMAT, f"{path} has another format than {_FORMAT}; calibrate again.")
-        budgets, seconds = tuple(map(int, values["budgets"])), tuple(map(float, values["seconds"]))
+        seconds, fixed = (tuple(map(float, values[name])) for name in ("seconds", "fixed_seconds"))
         names = [values[name] for name in ("method", "device", "dtype")]
-        return Costs(budgets, seconds, *names, context=int(values["context"]))
+        return Costs(
+            tuple(map(int, values["budgets"])), seconds, float(values["step_seconds"]), fixed, *names,
+            context=int(values["context"]),
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{path} is no cost table ({type(error).__name__}: {error}); calibrate again."
         raise TfmError(message) from error
@@ -97,6 +126,20 @@ def promised_tokens(scores: Float[Array, "batch nodes"], budgets: tuple[int, ...
     """Drafted tokens that a round should emit with the first so many nodes of its tree, by the scores alone."""
     hits = jnp.cumsum(jnp.exp(scores[:, 1:]), axis=1)
     return jnp.stack([hits[:, budget - 1] for budget in budgets], axis=1)
+
+
+def worth_a_step(hits: Float[Array, ""], emitted: Int[Array, ""], ledger: Ledger) -> Bool[Array, ""]:
+    """Whether one more step of the Weaver should bring more tokens than its time is worth.
+
+    Args:
+        hits: nodes that it would expand and that are on the target's path, by the scores alone: the sum of their
+            e^score, over the rows that still want tokens. A step brings at most one token beyond each, and less where
+            the target's choice is not among the children or they are not verified; later steps bring no more.
+        emitted: as in `choose_budget`.
+        ledger: costs and past rounds.
+    """
+    seconds = ledger.step_seconds + _MORE_NODES * ledger.node_seconds
+    return _CAUGHT * _trust(ledger) * hits > _rate(emitted, ledger) * seconds
 
 
 def choose_budget(
@@ -110,11 +153,25 @@ def choose_budget(
         emitted: tokens that all rows have so far; those that the prompts gave count as a round of the cheapest kind.
         ledger: costs and past rounds.
     """
-    trust = (ledger.accepted + _PRIOR) / (ledger.promised + _PRIOR)
-    rate = emitted / (ledger.seconds + ledger.costs[0])
-    return jnp.argmax(rows + trust * promised - rate * ledger.costs).astype(jnp.int32)
+    return jnp.argmax(rows + _trust(ledger) * promised - _rate(emitted, ledger) * ledger.costs).astype(jnp.int32)
 
 
-def start_ledger(costs: Float[Array, " budgets"]) -> Ledger:
+def round_seconds(choice: Int[Array, ""], left_out: Int[Array, ""] | int, ledger: Ledger) -> Float[Array, ""]:
+    """What a round takes with a budget, and with so many steps left out."""
+    return ledger.costs[choice] - left_out * ledger.step_seconds
+
+
+def start_ledger(costs: Float[Array, " budgets"], step_seconds: float = 0.0, node_seconds: float = 0.0) -> Ledger:
     """Nothing spent, promised or accepted yet."""
-    return Ledger(costs, *(jnp.zeros((), jnp.float32) for _ in range(3)))  # buffers of their own: the state is donated
+    nothing = (jnp.zeros((), jnp.float32) for _ in range(3))  # buffers of their own: the state is donated
+    return Ledger(costs, jnp.float32(step_seconds), jnp.float32(node_seconds), *nothing)
+
+
+def _trust(ledger: Ledger) -> Float[Array, ""]:
+    """What past promises were worth."""
+    return (ledger.accepted + _PRIOR) / (ledger.promised + _PRIOR)
+
+
+def _rate(emitted: Int[Array, ""], ledger: Ledger) -> Float[Array, ""]:
+    """Tokens per second so far."""
+    return emitted / (ledger.seconds + ledger.costs[0])

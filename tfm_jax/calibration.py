@@ -1,20 +1,28 @@
-"""Times one round at several budgets: the table from which the budget "auto" chooses."""
+"""Times rounds of several kinds: the table from which the budget "auto" chooses."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tfm_jax.budget import Costs, start_ledger
+from tfm_jax.budget import Costs
 from tfm_jax.config import METHODS
+from tfm_jax.decode import run_rounds, start_transcript
 from tfm_jax.engine import Engine
 from tfm_jax.errors import require
+from tfm_jax.growth import default_steps, growth_stops
+from tfm_jax.request import Options
 from tfm_jax.runtime import device_name
+from tfm_jax.state import DecodeState, Ledger
+
+_ROUNDS_PER_CALL = 16  # as `Engine.generate` does, many rounds run without the host
+_DEAR = 1e6  # tokens' worth of a choice that is not to be made; far above what a round can emit
 
 
 def measure_costs(
@@ -23,21 +31,22 @@ def measure_costs(
     method: str = "tfm",
     budgets: Sequence[int] = (7, 15, 31, 63),
     context: int = 512,
-    rounds: int = 20,
+    rounds: int = 80,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Costs:
-    """Median seconds of a round of one prompt that drafts the largest tree and verifies so many of its nodes.
+    """Seconds of a round of one prompt: medians of calls of 16 rounds that begin after the same context.
 
-    This is what the budget "auto" does, whatever it chooses; a fixed small budget drafts a smaller tree and is faster.
-    The tokens do not matter, only how many there are: the prompt is made up.
+    The kinds of rounds take turns, so that a change of the machine's speed meets them all. For the budget "auto" they
+    are those of its own program, held to one choice: each budget with all steps of the Weaver, and the smallest with as
+    few as can be. The tokens do not matter, only how many there are: the prompt is made up.
 
     Args:
         engine: with a drafter.
         method: "tfm" or "ddtree".
         budgets: most nodes of a tree, the root not counted.
         context: committed tokens when the rounds begin.
-        rounds: timed ones; two more run before them.
-        progress: called after every budget with the budgets done and their number.
+        rounds: timed ones of each kind, rounded up to whole calls; another call runs before them.
+        progress: called after every turn with the turns done and their number.
 
     Raises:
         TfmError: an option does not fit the model.
@@ -45,21 +54,54 @@ def measure_costs(
     require(method in {"tfm", "ddtree"}, f"method {method!r} has no budgets to choose from; calibrate tfm or ddtree.")
     require(len(set(budgets)) > 1, f"budgets are {tuple(budgets)}; give at least two different ones.")
     require(context >= 1 and rounds >= 1, f"context is {context} and rounds {rounds}; give at least 1 of each.")
-    ordered, seconds = sorted(set(budgets)), []
+    known, device = METHODS[METHODS.index(method)], device_name()
+    ordered = tuple(sorted(set(budgets)))
+    ones = (1.0,) * len(ordered)
+    any_costs = Costs(ordered, ones, 0.0, ones, known, device, engine.dtype.name, context)
     prompt = (np.arange(context) % engine.models.target.vocab_size).tolist()
-    most = (rounds + 2) * ((engine.models.drafter.depth if engine.models.drafter else 0) + 1)
-    for number, budget in enumerate(ordered, 1):
-        state = engine.prefill([prompt], method=method, budget=ordered[-1], max_new_tokens=most, ignore_eos=True)
-        plan = dataclasses.replace(state.plan, tree=dataclasses.replace(state.plan.tree, budgets=(budget,)))
-        state = dataclasses.replace(state, plan=plan, ledger=start_ledger(jnp.ones(1)))  # one budget to choose from
-        times = []
-        for _ in range(rounds + 2):
+    most = 1 + _ROUNDS_PER_CALL * ((engine.models.drafter.depth if engine.models.drafter else 0) + 1)
+
+    def begin(budget: int | Literal["auto"]) -> DecodeState:
+        options = Options(method=known, budget=budget, costs=any_costs, max_new_tokens=most, ignore_eos=True)
+        return engine.prefill([prompt], **options)
+
+    states = [begin(budget) for budget in ordered]
+    auto = begin("auto")
+    held = [_hold(len(ordered), choice) for choice in range(len(ordered))]
+    stops = growth_stops(default_steps(ordered[-1]))
+    spared = stops[-1] - stops[0] if known == "tfm" else 0
+    if spared:
+        held.append(_hold(len(ordered), 0, left_out=spared))
+    states += [dataclasses.replace(auto, ledger=ledger) for ledger in held]
+    seconds = _time_rounds(engine, states, most, -(-rounds // _ROUNDS_PER_CALL), progress)
+    fixed, chosen = seconds[: len(ordered)], seconds[len(ordered) : 2 * len(ordered)]
+    step = max(chosen[0] - seconds[-1], 0.0) / spared if spared else 0.0
+    return Costs(ordered, tuple(chosen), step, tuple(fixed), known, device, engine.dtype.name, context)
+
+
+def _hold(budgets: int, choice: int, left_out: int = 0) -> Ledger:
+    """A ledger by which every round chooses the same budget, and all steps unless so many are left out.
+
+    Its rate is the tokens so far, because its seconds stay what they are.
+    """
+    step = 1e3 if left_out else -1.0
+    costs = np.where(np.arange(budgets) == choice, left_out * step, _DEAR).astype(np.float32)
+    nothing = (jnp.zeros((), jnp.float32) for _ in range(3))
+    return Ledger(jnp.asarray(costs), jnp.float32(step), next(nothing), jnp.float32(1 - costs[0]), *nothing)
+
+
+def _time_rounds(
+    engine: Engine, states: Sequence[DecodeState], limit: int, calls: int, progress: Callable[[int, int], None]
+) -> list[float]:
+    """Median seconds of a round from each state."""
+    run = jax.jit(run_rounds, donate_argnames=("state", "transcript"))
+    times = np.empty((calls + 1, len(states)))
+    for turn in range(calls + 1):
+        for kind, state in enumerate(states):
+            fresh = jax.tree.map(jnp.copy, state)
+            arguments = jax.block_until_ready((fresh, start_transcript(fresh, limit)))
             start = time.perf_counter()
-            state, _ = engine.round(state)
-            jax.block_until_ready(state)
-            times.append(time.perf_counter() - start)
-        seconds.append(float(np.median(times[2:])))
-        progress(number, len(ordered))
-    return Costs(
-        tuple(ordered), tuple(seconds), METHODS[METHODS.index(method)], device_name(), engine.dtype.name, context
-    )
+            jax.block_until_ready(run(engine.params, *arguments, jnp.int32(_ROUNDS_PER_CALL)))
+            times[turn, kind] = (time.perf_counter() - start) / _ROUNDS_PER_CALL
+        progress(turn + 1, calls + 1)
+    return np.median(times[1:], axis=0).tolist()

@@ -110,8 +110,10 @@ def _calibrate(options: Calibrate) -> None:
         )
     path = options.output or engine.costs_path or Path(COSTS_FILE)
     write_costs(path, costs)
-    for budget, seconds in zip(costs.budgets, costs.seconds, strict=True):
-        print(f"budget {budget}: {seconds * 1e3:.2f} ms a round")
+    for budget, *seconds in zip(costs.budgets, costs.fixed_seconds, costs.seconds, strict=True):
+        fixed, chosen = (f"{part * 1e3:.2f} ms" for part in seconds)
+        print(f"budget {budget}: {fixed} a round, {chosen} as the choice of auto")
+    print(f"a step left out: {costs.step_seconds * 1e3:.3f} ms less")
     print(path)
 
 

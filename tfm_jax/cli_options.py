@@ -98,8 +98,8 @@ class Calibrate:
     """Budgets to choose from later."""
     context: int = 512
     """Tokens before the timed rounds."""
-    rounds: int = 20
-    """Timed rounds a budget; the median counts."""
+    rounds: int = 80
+    """Timed rounds of each kind; the median of calls of 16 counts."""
     dtype: Annotated[Literal["float32", "bfloat16"] | None, tyro.conf.arg(metavar="{float32,bfloat16}")] = None
     """Compute dtype; by default float32 on a CPU and bfloat16 on a GPU."""
     output: _File = None

@@ -215,7 +215,7 @@ class TreePlan:
 
     Attributes:
         pruned: keep the best of everything that the Weaver scored, not the nodes that it expanded; see
-            `tfm_jax.tree.best_first_tree`.
+            `tfm_jax.growth.best_first_tree`.
         spine: keep the likeliest chain; see the same.
         shared_noise: drafts know the noise that the target draws with; without effect at temperature 0.
         budgets: ascending; if any, every round verifies the best so many nodes (see `tfm_jax.budget`), and the largest

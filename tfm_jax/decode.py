@@ -13,6 +13,7 @@ made at a node of position p is the token of position p + 1.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,24 +25,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import take_nodes
-from tfm_jax.budget import choose_budget, promised_tokens
+from tfm_jax.budget import choose_budget, promised_tokens, round_seconds, worth_a_step
 from tfm_jax.commit import commit_path
 from tfm_jax.config import DecodePlan, Models
 from tfm_jax.dflash import Drafter, empty_caches
 from tfm_jax.filters import count_tokens, filter_logits, log_laws, node_laws, penalise
+from tfm_jax.growth import default_steps
 from tfm_jax.sampling import AcceptedPath, Logprobs, cut_at_stop, node_choices, scaled_noise, token_logprobs
 from tfm_jax.state import DecodeState, DeltaTape, Filters, KVRows, Ledger, write_rows
 from tfm_jax.target import Target, empty_target_state
-from tfm_jax.tree import (
-    DraftTree,
-    chain_tree,
-    conv_taps,
-    ddtree,
-    default_steps,
-    drop_nodes,
-    first_nodes,
-    top_candidates,
-)
+from tfm_jax.tree import DraftTree, chain_tree, conv_taps, ddtree, drop_nodes, first_nodes, top_candidates
 from tfm_jax.verifiers import accept, draft_noise
 from tfm_jax.weaver import Weaver
 
@@ -161,20 +154,31 @@ def speculative_round(params: Params, state: DecodeState) -> tuple[DecodeState, 
         state: may be donated.
     """
     modules = bind(state.plan.models, params)
-    return verify_and_commit(modules, state, *_draft(modules, params, state))
+    drafted = _draft(modules, params, state)
+    return verify_and_commit(modules, state, drafted.tree, drafted.laws, drafted.left_out)
 
 
 def propose(modules: Modules, params: Params, state: DecodeState) -> DraftTree:
     """The tree of candidate continuations; for `ar` just the root."""
-    return _draft(modules, params, state)[0]
+    return _draft(modules, params, state).tree
 
 
-def _draft(modules: Modules, params: Params, state: DecodeState) -> tuple[DraftTree, Array | None]:
-    """The tree, and the laws that its tokens were drawn from: None unless `rejection` wants them drawn."""
+class _Drafted(NamedTuple):
+    """What a round verifies: the tree, laws that its tokens were drawn from, steps that its growth left out.
+
+    There are laws only where `rejection` wants tokens drawn.
+    """
+
+    tree: DraftTree
+    laws: Float[Array, "batch nodes vocab"] | None = None
+    left_out: Int[Array, ""] | int = 0
+
+
+def _draft(modules: Modules, params: Params, state: DecodeState) -> _Drafted:
     plan = state.plan
     if plan.method == "ar":
         nothing = jnp.zeros((state.root.shape[0], 0, 1))
-        return chain_tree(state.root, nothing.astype(jnp.int32), nothing, 0), None
+        return _Drafted(chain_tree(state.root, nothing.astype(jnp.int32), nothing, 0))
     config = modules.drafter.config
     masks = jnp.full((state.root.shape[0], config.depth), config.mask_token_id, jnp.int32)
     block = jnp.concatenate([state.root[:, None], masks], axis=1)
@@ -189,16 +193,23 @@ def _draft(modules: Modules, params: Params, state: DecodeState) -> tuple[DraftT
         logits = logits.astype(jnp.float32) + noise[:, : plan.depth]
     if plan.method == "chain":
         candidates = top_candidates(logits, 1)
-        return chain_tree(state.root, candidates.ids, candidates.log_probs, plan.depth), None
+        return _Drafted(chain_tree(state.root, candidates.ids, candidates.log_probs, plan.depth))
     if plan.method == "ddtree":
         candidates = top_candidates(logits, min(plan.budget, vocab))
-        return ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget, spine=plan.tree.spine), None
+        return _Drafted(ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget, spine=plan.tree.spine))
     candidates = top_candidates(logits, min(modules.weaver.config.pool_size, vocab))
-    tree = modules.weaver.build_tree(
-        state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"],
-        budget=plan.budget, steps=_steps(plan), spine=plan.tree.spine,
-    )  # fmt: skip
-    return tree, None
+    inputs = (state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"])
+    steps = _steps(plan)
+    if state.ledger is None or steps is None or plan.tree.spine:
+        return _Drafted(modules.weaver.build_tree(*inputs, budget=plan.budget, steps=steps, spine=plan.tree.spine))
+    worth = functools.partial(_worth_a_step, state, state.ledger)
+    grown = modules.weaver.grow_tree(*inputs, worth, budget=plan.budget, steps=steps)
+    return _Drafted(grown.tree, left_out=steps - grown.steps)
+
+
+def _worth_a_step(state: DecodeState, ledger: Ledger, _: Array, waiting: Float[Array, "batch width"]) -> Array:
+    hits = jnp.where(state.done, 0.0, jnp.sum(jnp.exp(waiting), axis=1))
+    return worth_a_step(jnp.sum(hits), jnp.sum(state.emitted), ledger)
 
 
 def _steps(plan: DecodePlan) -> int | None:
@@ -208,7 +219,7 @@ def _steps(plan: DecodePlan) -> int | None:
     return steps if plan.tree.pruned or steps > default_steps(plan.budget) else None
 
 
-def _drawn_chain(state: DecodeState, logits: Float[Array, "batch depth vocab"]) -> tuple[DraftTree, Array]:
+def _drawn_chain(state: DecodeState, logits: Float[Array, "batch depth vocab"]) -> _Drafted:
     """A chain drawn from the drafter's marginals under the target's own temperature and filters, and their laws."""
     logits = filter_logits(logits, state.temperature, state.filters)
     laws = node_laws(logits, state.temperature)
@@ -217,7 +228,7 @@ def _drawn_chain(state: DecodeState, logits: Float[Array, "batch depth vocab"]) 
     log_probs = jnp.log(jnp.take_along_axis(laws, ids, axis=-1))
     after_last = jnp.zeros_like(laws[:, :1])
     tree = chain_tree(state.root, ids, log_probs, logits.shape[1])
-    return tree, jnp.concatenate([laws, after_last], axis=1)
+    return _Drafted(tree, jnp.concatenate([laws, after_last], axis=1))
 
 
 class _Verified(NamedTuple):
@@ -232,7 +243,11 @@ class _Verified(NamedTuple):
 
 
 def verify_and_commit(
-    modules: Modules, state: DecodeState, tree: DraftTree, drafted: Float[Array, "batch nodes vocab"] | None = None
+    modules: Modules,
+    state: DecodeState,
+    tree: DraftTree,
+    drafted: Float[Array, "batch nodes vocab"] | None = None,
+    left_out: Int[Array, ""] | int = 0,
 ) -> tuple[DecodeState, RoundOutput]:
     """The target's part of a round, for any tree whose root is `state.root` and that the target did not influence.
 
@@ -241,12 +256,43 @@ def verify_and_commit(
         state: state before the round.
         tree: what to verify.
         drafted: with the verifier `rejection`, the laws that a drawn chain came from; see `verifiers.chain_rejection`.
+        left_out: steps that the tree's growth left out; only the choice of budgets asks.
     """
-    lengths = state.target.lengths
     if state.ledger is None:
-        verified, ledger = _verify(modules, state, tree, drafted), None
-    else:
-        tree, verified, ledger = _verify_best(modules, state, tree, state.ledger)
+        return _verify_and_commit(modules, state, tree, drafted)
+    return _verify_best(modules, state, tree, state.ledger, left_out)
+
+
+def _verify_best(
+    modules: Modules, state: DecodeState, tree: DraftTree, ledger: Ledger, left_out: Int[Array, ""] | int
+) -> tuple[DecodeState, RoundOutput]:
+    """Verifies and commits the first nodes of a tree, as many as `tfm_jax.budget` chooses; enters what that took."""
+    budgets, live = state.plan.tree.budgets, ~state.done
+    promised = jnp.sum(jnp.where(live[:, None], promised_tokens(tree.scores, budgets), 0.0), axis=0)
+    choice = choose_budget(promised, jnp.sum(live), jnp.sum(state.emitted), ledger)
+    nodes = tree.tokens.shape[1]
+
+    def branch(budget: int) -> Callable[[], tuple[DecodeState, dict[str, Any]]]:
+        def run() -> tuple[DecodeState, dict[str, Any]]:
+            new_state, output = _verify_and_commit(modules, state, first_nodes(tree, budget), None)
+            return new_state, {name: part for name, part in output._asdict().items() if name != "tree"}
+
+        return run
+
+    new_state, output = lax.switch(choice, [branch(budget) for budget in budgets])
+    seconds = ledger.seconds + round_seconds(choice, left_out, ledger)
+    accepted = ledger.accepted + jnp.sum(jnp.maximum(output["count"] - 1, 0))
+    ledger = ledger._replace(seconds=seconds, promised=ledger.promised + promised[choice], accepted=accepted)
+    kept = jnp.arange(nodes) <= jnp.asarray(budgets)[choice]
+    return dataclasses.replace(new_state, ledger=ledger), RoundOutput(tree=drop_nodes(tree, kept), **output)
+
+
+def _verify_and_commit(
+    modules: Modules, state: DecodeState, tree: DraftTree, drafted: Array | None
+) -> tuple[DecodeState, RoundOutput]:
+    """The whole tree, whatever the ledger says."""
+    lengths = state.target.lengths
+    verified = _verify(modules, state, tree, drafted)
     accepted = verified.accepted
     remaining = jnp.where(state.done, 0, state.limit - state.emitted)
     cut = cut_at_stop(accepted.tokens, accepted.count, state.stop_ids, remaining)
@@ -264,7 +310,6 @@ def verify_and_commit(
         emitted=state.emitted + count,
         done=state.done | cut.done,
         penalties=count_tokens(state.penalties, take_nodes(tree.tokens, path), count),
-        ledger=ledger and ledger._replace(accepted=ledger.accepted + jnp.sum(jnp.maximum(count - 1, 0))),
     )
     return new_state, RoundOutput(
         accepted.tokens, count, tree, path, accepted.count - 1, accepted.bonus, verified.logprobs
@@ -288,33 +333,6 @@ def _verify(modules: Modules, state: DecodeState, tree: DraftTree, drafted: Arra
         laws = log_laws(take_nodes(logits, accepted.path), state.temperature)
         logprobs = token_logprobs(laws, accepted.tokens, plan.logprobs)
     return _Verified(accepted, verified.hidden, verified.taps, verified.values, taps, logprobs)
-
-
-def _verify_best(
-    modules: Modules, state: DecodeState, tree: DraftTree, ledger: Ledger
-) -> tuple[DraftTree, _Verified, Ledger]:
-    """Verifies the first nodes of a tree, as many as `tfm_jax.budget` chooses; returns these and what it spent."""
-    budgets, nodes, live = state.plan.tree.budgets, tree.tokens.shape[1], ~state.done
-    promised = jnp.sum(jnp.where(live[:, None], promised_tokens(tree.scores, budgets), 0.0), axis=0)
-    choice = choose_budget(promised, jnp.sum(live), jnp.sum(state.emitted), ledger)
-
-    def branch(budget: int) -> Callable[[], _Verified]:
-        def pad(rows: Array) -> Array:
-            return jnp.pad(rows, [(0, 0), (0, nodes - rows.shape[1]), *[(0, 0)] * (rows.ndim - 2)])
-
-        def run() -> _Verified:
-            verified = _verify(modules, state, first_nodes(tree, budget), None)
-            padded = jax.tree.map(
-                pad, {name: getattr(verified, name) for name in ("hidden", "taps", "values", "conv_taps")}
-            )
-            return verified._replace(**padded)
-
-        return run
-
-    verified = lax.switch(choice, [branch(budget) for budget in budgets])
-    kept = jnp.arange(nodes) <= jnp.asarray(budgets)[choice]
-    seconds, promises = ledger.seconds + ledger.costs[choice], ledger.promised + promised[choice]
-    return drop_nodes(tree, kept), verified, ledger._replace(seconds=seconds, promised=promises)
 
 
 def first_logprobs(params: Params, state: DecodeState) -> Logprobs:

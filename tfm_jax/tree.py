@@ -12,7 +12,6 @@ accepting the target's own token at every node keeps the target's law (see `tfm_
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ from tfm_jax.errors import TfmError
 from tfm_jax.state import pytree_dataclass
 
 MAX_BUDGET = 255
-MAX_WIDTH = 32
 
 
 @pytree_dataclass
@@ -48,33 +46,11 @@ class Candidates(NamedTuple):
     log_probs: Float[Array, "batch depth pool"]  # normalised over the whole vocabulary, never above 0
 
 
-class NewNodes(NamedTuple):
-    """Consecutive slots that `best_first_tree` has just filled and wants expanded."""
-
-    first_slot: Int[Array, ""]  # 0 in the first call, for the root and whatever unused slots fill the width
-    tokens: Int[Array, "batch width"]
-    depths: Int[Array, "batch width"]  # clamped to the last candidate row; nodes at the depth limit get no children
-    ancestors: Bool[Array, "batch width nodes"]  # strict: a node is not its own ancestor
-
-
-type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
-
-
 def top_candidates(logits: Float[Array, "batch depth vocab"], pool: int) -> Candidates:
     """The `pool` best tokens of every depth, exactly; the lower id wins a tie."""
     scores, ids = top_k(logits, pool)
     log_probs = scores - jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
     return Candidates(ids, scores, jnp.minimum(log_probs, 0.0))
-
-
-def default_width(budget: int) -> int:
-    """Nodes that `best_first_tree` takes in one step: ⌈budget / 16⌉, so that a tree needs 16 steps, at most 32."""
-    return max(1, min(-(-budget // 16), budget, MAX_WIDTH))
-
-
-def default_steps(budget: int) -> int:
-    """Calls of the reference's schedule, ⌈budget / width⌉: 16 at multiples of 16."""
-    return -(-budget // default_width(budget))
 
 
 def chain_tree(
@@ -142,7 +118,7 @@ def ddtree(
     Raises:
         TfmError: `budget` is out of range.
     """
-    _check_budget(budget)
+    check_budget(budget)
     batch, depth, _ = ids.shape
     log_probs = jnp.minimum(log_probs[..., :budget].astype(jnp.float32), 0.0)
     log_probs = jnp.where(ids[..., :budget] >= 0, log_probs, -jnp.inf)
@@ -154,231 +130,26 @@ def ddtree(
         extended = prefix_scores[:, :, None] + log_probs[:, level, None, :]
         prefix_scores, index = _padded_top_k(extended.reshape(batch, -1), budget)
         scores.append(prefix_scores)
-        tokens.append(_pick(ids[:, level], index % pool))
+        tokens.append(pick_rows(ids[:, level], index % pool))
         parents.append(index // pool)
 
     flat_scores = jnp.concatenate(scores, axis=1)
     on_spine = jnp.arange(depth * budget) % budget == 0 if spine else None
-    best, flat = _take_best(flat_scores, on_spine, budget)
+    best, flat = take_best(flat_scores, on_spine, budget)
     valid = best > -jnp.inf
     slots = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), flat.shape)
     slot_of = jnp.zeros((batch, depth * budget), jnp.int32).at[jnp.arange(batch)[:, None], flat].set(slots)
     level = flat // budget
-    parent_flat = (level - 1) * budget + _pick(jnp.concatenate(parents, axis=1), flat)
-    parent_slots = jnp.where(level > 0, _pick(slot_of, jnp.maximum(parent_flat, 0)), 0)
-    return _finish(
+    parent_flat = (level - 1) * budget + pick_rows(jnp.concatenate(parents, axis=1), flat)
+    parent_slots = jnp.where(level > 0, pick_rows(slot_of, jnp.maximum(parent_flat, 0)), 0)
+    return finish_tree(
         root,
-        tokens=jnp.where(valid, _pick(jnp.concatenate(tokens, axis=1), flat), 0),
+        tokens=jnp.where(valid, pick_rows(jnp.concatenate(tokens, axis=1), flat), 0),
         parents=jnp.where(valid, parent_slots, -1),
         depths=jnp.where(valid, level + 1, 0),
         scores=best,
         max_depth=depth,
     )
-
-
-def best_first_tree[Carry](
-    root: Int[Array, " batch"],
-    candidate_ids: Int[Array, "batch depth pool"],
-    step: NodeStep[Carry],
-    carry: Carry,
-    *,
-    budget: int,
-    width: int | None = None,
-    expand: int | None = None,
-    steps: int | None = None,
-    spine: bool = False,
-) -> DraftTree:
-    """Grows a tree from its most probable frontier nodes, `width` at a time, under conditionals that `step` computes.
-
-    Trees from Marginals, arXiv 2607.06763, and `dflash_tfm.py` of trymirai/sglang. The root is expanded first. Then,
-    until the budget is spent, the `width` best frontier entries become nodes, best first, and are expanded in one call;
-    the last group, cut to the budget, is not expanded. Expanding keeps the `expand` best children, normalised over the
-    whole pool. A child of a node taken in the same group waits for the next one: only `width` 1 is exact best-first.
-
-    With `steps` the tree is pruned: after `steps` calls the `budget` best of all nodes and frontier entries are kept,
-    in the order of their scores. So a node does not have to be expanded to get children, nor kept because it was, and
-    the number of dependent calls no longer follows from the budget (grow-and-prune, `uzu_tree.py` of trymirai/sglang).
-
-    Args:
-        root: last emitted token.
-        candidate_ids: possible children of the nodes of each depth; −1 means no candidate.
-        step: `step(carry, new_nodes)` returns the carry and, per new node, float32 logits over its depth's candidates.
-            Unused slots are among the nodes; what it says of them is ignored.
-        carry: whatever `step` has to remember of earlier nodes, for example their keys and values.
-        budget: draft nodes, the root not counted.
-        width: nodes per step, `default_width(budget)` if None.
-        expand: children per node, at most 8 if None.
-        steps: calls of `step` before the tree is pruned; None prunes nothing.
-        spine: keep the chain of best children from the root, as far as the budget reaches: its next node is in every
-            group, so that it takes a step a node.
-
-    Raises:
-        TfmError: `budget`, `width`, `expand` or `steps` is out of range, or too few steps for a spine.
-    """
-    _check_budget(budget)
-    depth, pool = candidate_ids.shape[1:]
-    width = default_width(budget) if width is None else width
-    expand = min(8, pool) if expand is None else expand
-    if not 1 <= width <= min(budget, MAX_WIDTH):
-        message = f"The tree's width is {width}; use 1 to {min(budget, MAX_WIDTH)}."
-        raise TfmError(message)
-    if not 1 <= expand <= pool:
-        message = f"The tree's expand is {expand}; use 1 to {pool}, the candidates of each depth."
-        raise TfmError(message)
-    groups = -(-budget // width) if steps is None else steps
-    if spine and groups < min(budget, depth):
-        message = f"A spine of {min(budget, depth)} nodes needs as many steps, not {groups}; use a smaller width."
-        raise TfmError(message)
-    if groups < 1:
-        message = f"The tree's steps are {groups}; use at least 1."
-        raise TfmError(message)
-    seen = expanded_slots(budget, width, steps)
-
-    def grow(group: Int[Array, ""], state: tuple[_Growth, Carry]) -> tuple[_Growth, Carry]:
-        # Slots 1 .. width − 1, expanded together with the root, are still unused then and add nothing to the frontier.
-        growth, carry = state
-        last = jnp.maximum(1 + (group - 1) * width, 0)
-        growth, carry = _expand(growth, carry, last, width, candidate_ids, step, seen)
-        return _take(growth, 1 + group * width, width, spine=spine), carry
-
-    growth, _ = lax.fori_loop(0, groups, grow, (_start(root, 1 + groups * width, expand), carry))
-    if steps is not None:
-        return _prune(growth, budget, depth, spine=spine)
-    tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in growth[:5])
-    return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
-
-
-def expanded_slots(budget: int, width: int, steps: int | None) -> int:
-    """Slots that `best_first_tree` shows to its `step`, the root's among them: those that may be expanded."""
-    return budget + 1 if steps is None else 1 + max(steps - 1, 1) * width
-
-
-class _Growth(NamedTuple):
-    """A growing tree; `tip` is the deepest slot of the chain of best children.
-
-    Frontier entries slot · expand … + expand − 1 are the children of `slot`, best first; −inf means taken.
-    """
-
-    tokens: Int[Array, "batch nodes"]
-    parents: Int[Array, "batch nodes"]
-    depths: Int[Array, "batch nodes"]
-    scores: Float[Array, "batch nodes"]
-    ancestors: Bool[Array, "batch nodes nodes"]
-    frontier_tokens: Int[Array, "batch entries"]
-    frontier_scores: Float[Array, "batch entries"]
-    tip: Int[Array, " batch"]
-
-
-def _start(root: Int[Array, " batch"], nodes: int, expand: int) -> _Growth:
-    batch = root.shape[0]
-    return _Growth(
-        tokens=jnp.zeros((batch, nodes), jnp.int32).at[:, 0].set(root),
-        parents=jnp.full((batch, nodes), -1, jnp.int32),
-        depths=jnp.zeros((batch, nodes), jnp.int32),
-        scores=jnp.full((batch, nodes), -jnp.inf, jnp.float32).at[:, 0].set(0.0),
-        ancestors=jnp.zeros((batch, nodes, nodes), bool).at[:, 0, 0].set(True),
-        frontier_tokens=jnp.zeros((batch, nodes * expand), jnp.int32),
-        frontier_scores=jnp.full((batch, nodes * expand), -jnp.inf, jnp.float32),
-        tip=jnp.zeros((batch,), jnp.int32),
-    )
-
-
-def _take(growth: _Growth, first: Int[Array, ""], width: int, *, spine: bool) -> _Growth:
-    """Moves the `width` best frontier entries, best first but after the spine's, into the slots from `first` on."""
-    batch, nodes = growth.tokens.shape
-    expand = growth.frontier_scores.shape[1] // nodes
-    on_spine = jnp.arange(nodes * expand) == growth.tip[:, None] * expand if spine else None
-    scores, entries = _take_best(growth.frontier_scores, on_spine, width)
-    valid = scores > -jnp.inf
-    parents = jnp.where(valid, entries // expand, 0)
-    lineage = _pick(growth.ancestors, parents)
-    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
-
-    def write(rows: Array, new: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(rows, new, first, axis=1)
-
-    return _Growth(
-        tokens=write(growth.tokens, jnp.where(valid, _pick(growth.frontier_tokens, entries), 0)),
-        parents=write(growth.parents, jnp.where(valid, parents, -1)),
-        depths=write(growth.depths, jnp.where(valid, _pick(growth.depths, parents) + 1, 0)),
-        scores=write(growth.scores, scores),
-        ancestors=write(growth.ancestors, (lineage | own) & valid[..., None]),
-        frontier_tokens=growth.frontier_tokens,
-        frontier_scores=growth.frontier_scores.at[jnp.arange(batch)[:, None], entries].set(-jnp.inf),
-        tip=jnp.where(valid[:, 0] & (entries[:, 0] == growth.tip * expand), first, growth.tip),
-    )
-
-
-def _prune(growth: _Growth, budget: int, max_depth: int, *, spine: bool) -> DraftTree:
-    """The `budget` best of nodes and frontier, best first.
-
-    A child's score is never above its parent's and nodes come before the frontier, parents before children: the stable
-    top-k keeps no child without its parent and puts parents first.
-    """
-    batch, nodes = growth.tokens.shape
-    expand = growth.frontier_scores.shape[1] // nodes
-    above = jnp.broadcast_to(jnp.repeat(jnp.arange(nodes), expand), growth.frontier_scores.shape)
-    scores = jnp.concatenate([growth.scores.at[:, 0].set(-jnp.inf), growth.frontier_scores], axis=1)
-    tokens = jnp.concatenate([growth.tokens, growth.frontier_tokens], axis=1)
-    parents = jnp.concatenate([growth.parents, above], axis=1)
-    depths = jnp.concatenate([growth.depths, _pick(growth.depths, above) + 1], axis=1)
-    on_spine = None
-    if spine:
-        chain = _pick(growth.ancestors, growth.tip[:, None])[:, 0]
-        on_spine = jnp.pad(chain, ((0, 0), (0, nodes * expand)))
-    best, picked = _take_best(scores, on_spine, budget)
-    valid = best > -jnp.inf
-    slots = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), picked.shape)
-    rows = jnp.arange(batch)[:, None]
-    slot_of = jnp.zeros(scores.shape, jnp.int32).at[rows, picked].set(slots).at[:, 0].set(0)
-    new_parents = _pick(slot_of, jnp.maximum(_pick(parents, picked), 0))
-    return _finish(
-        growth.tokens[:, 0],
-        tokens=jnp.where(valid, _pick(tokens, picked), 0),
-        parents=jnp.where(valid, new_parents, -1),
-        depths=jnp.where(valid, _pick(depths, picked), 0),
-        scores=best,
-        max_depth=max_depth,
-    )
-
-
-def _expand[Carry](
-    growth: _Growth,
-    carry: Carry,
-    first: Int[Array, ""],
-    width: int,
-    candidate_ids: Int[Array, "batch depth pool"],
-    step: NodeStep[Carry],
-    nodes: int,
-) -> tuple[_Growth, Carry]:
-    """Adds the best children of `width` slots to the frontier; `step` sees only the first `nodes` slots."""
-    batch, slots = growth.tokens.shape
-    depth = candidate_ids.shape[1]
-    expand = growth.frontier_scores.shape[1] // slots
-
-    def new(rows: Array) -> Array:
-        return lax.dynamic_slice_in_dim(rows, first, width, axis=1)
-
-    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
-    row = jnp.minimum(new(growth.depths), depth - 1)
-    carry, logits = step(carry, NewNodes(first, new(growth.tokens), row, new(growth.ancestors)[..., :nodes] & ~own))
-    ids = _pick(candidate_ids, row)
-    logits = jnp.where(ids >= 0, logits, -jnp.inf)
-    best, index = lax.top_k(logits, expand)
-    edges = jnp.minimum(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)  # rounding could lift it above 0
-    parent_scores = new(growth.scores)[..., None]
-    # The depth limit, unused parents and missing candidates all give −inf; `where` also hides −inf − (−inf).
-    open_edge = (best > -jnp.inf) & (parent_scores > -jnp.inf) & (new(growth.depths) < depth)[..., None]
-    scores = jnp.where(open_edge, parent_scores + edges, -jnp.inf)
-
-    def publish(frontier: Array, children: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(frontier, children.reshape(batch, -1), first * expand, axis=1)
-
-    tokens = jnp.take_along_axis(ids, index, axis=-1, mode="promise_in_bounds")
-    growth = growth._replace(
-        frontier_tokens=publish(growth.frontier_tokens, tokens), frontier_scores=publish(growth.frontier_scores, scores)
-    )
-    return growth, carry
 
 
 def first_nodes(tree: DraftTree, budget: int) -> DraftTree:
@@ -410,7 +181,7 @@ def conv_taps(parents: Int[Array, "batch nodes"], width: int) -> Int[Array, "bat
     slots = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), parents.shape)
     taps = [slots]
     for _ in range(width - 1):
-        above = _pick(jnp.maximum(parents, 0), jnp.maximum(slots, 0))
+        above = pick_rows(jnp.maximum(parents, 0), jnp.maximum(slots, 0))
         slots = jnp.where(slots > 0, above, slots - 1)
         taps.append(slots)
     return jnp.stack(taps, axis=-1)
@@ -424,7 +195,7 @@ def ancestor_mask(
     return (path[..., None] == jnp.arange(parents.shape[1])).any(axis=2) & valid[..., None]
 
 
-def _finish(
+def finish_tree(
     root: Int[Array, " batch"],
     *,
     tokens: Int[Array, "batch budget"],
@@ -447,7 +218,7 @@ def _finish(
     )
 
 
-def _pick(
+def pick_rows(
     rows: Shaped[Array, "batch slots *rest"], index: Int[Array, "batch picks"]
 ) -> Shaped[Array, "batch picks *rest"]:
     """Rows at valid indices, batch by batch."""
@@ -455,7 +226,7 @@ def _pick(
     return jnp.take_along_axis(rows, index, axis=1, mode="promise_in_bounds")
 
 
-def _take_best(
+def take_best(
     scores: Float[Array, "batch entries"], on_spine: Bool[Array, "... entries"] | None, count: int
 ) -> tuple[Array, Array]:
     """Scores and indices of the `count` best entries, best first; open ones on the spine before all others."""
@@ -463,7 +234,7 @@ def _take_best(
     best, index = _padded_top_k(order, count)
     if on_spine is None:
         return best, index
-    return jnp.where(best > -jnp.inf, _pick(scores, jnp.minimum(index, scores.shape[1] - 1)), best), index
+    return jnp.where(best > -jnp.inf, pick_rows(scores, jnp.minimum(index, scores.shape[1] - 1)), best), index
 
 
 def _padded_top_k(scores: Float[Array, "batch entries"], count: int) -> tuple[Array, Array]:
@@ -473,7 +244,12 @@ def _padded_top_k(scores: Float[Array, "batch entries"], count: int) -> tuple[Ar
     return best, index.astype(jnp.int32)
 
 
-def _check_budget(budget: int) -> None:
+def check_budget(budget: int) -> None:
+    """Refuses a number of draft nodes that is out of range.
+
+    Raises:
+        TfmError: it is.
+    """
     if not 1 <= budget <= MAX_BUDGET:
         message = f"The budget is {budget}; use 1 to {MAX_BUDGET} draft nodes."
         raise TfmError(message)

@@ -25,8 +25,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
+from tfm_jax.growth import (
+    Grown,
+    NewNodes,
+    NodeStep,
+    Worth,
+    best_first_tree,
+    default_width,
+    expanded_slots,
+    grow_while_worth,
+)
 from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
-from tfm_jax.tree import DraftTree, NewNodes, best_first_tree, default_width, expanded_slots
+from tfm_jax.tree import DraftTree
 
 NORM_EPS = 1e-6
 POSITION_SCALE = 0.02
@@ -265,6 +275,44 @@ class Weaver(nnx.Module):
         Raises:
             TfmError: a size is out of range.
         """
+        slots = expanded_slots(budget, default_width(budget) if width is None else width, steps)
+        step, cache = self._expansion(feature, draft_hidden, candidate_ids, candidate_scores, tables, slots)
+        return best_first_tree(
+            root, candidate_ids, step, cache, budget=budget, width=width, expand=expand, steps=steps, spine=spine
+        )
+
+    def grow_tree(
+        self,
+        root: Int[Array, " batch"],
+        feature: Float[Array, "batch hidden"],
+        draft_hidden: Float[Array, "batch depth hidden"],
+        candidate_ids: Int[Array, "batch depth pool"],
+        candidate_scores: Float[Array, "batch depth pool"],
+        tables: WeaverTables,
+        worth: Worth,
+        *,
+        budget: int,
+        steps: int,
+    ) -> Grown:
+        """The pruned tree of `build_tree`, grown only as far as `worth` says: see `grow_while_worth`.
+
+        Raises:
+            TfmError: a size is out of range.
+        """
+        slots = expanded_slots(budget, default_width(budget), steps)
+        step, cache = self._expansion(feature, draft_hidden, candidate_ids, candidate_scores, tables, slots)
+        return grow_while_worth(root, candidate_ids, step, cache, worth, budget=budget, steps=steps)
+
+    def _expansion(
+        self,
+        feature: Array,
+        draft_hidden: Array,
+        candidate_ids: Array,
+        candidate_scores: Array,
+        tables: WeaverTables,
+        slots: int,
+    ) -> tuple[NodeStep[NodeCache], NodeCache]:
+        """The step that expands nodes of this round's tree, and the empty cache that it starts from."""
         config = self.config
         prompt = self.prompt(feature, draft_hidden)
         head_rows = tables.heads[jnp.maximum(candidate_ids, 0)]
@@ -280,20 +328,9 @@ class Weaver(nnx.Module):
             )
             return cache, logits
 
-        width = default_width(budget) if width is None else width
-        slots = expanded_slots(budget, width, steps)
-        empty = jnp.zeros((root.shape[0], slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
-        return best_first_tree(
-            root,
-            candidate_ids,
-            step,
-            NodeCache(empty, empty),
-            budget=budget,
-            width=width,
-            expand=expand,
-            steps=steps,
-            spine=spine,
-        )
+        batch = candidate_ids.shape[0]
+        empty = jnp.zeros((batch, slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
+        return step, NodeCache(empty, empty)
 
     def _nodes(
         self, inputs: Array, depths: Array, context: Callable[[int], _KeyValue], mask: Array
