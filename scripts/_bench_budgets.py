@@ -163,7 +163,7 @@ def walk_chosen(chart: Chart, costs: Costs) -> list[ChosenRound]:
     """All rounds with steps and budget by choice; the arithmetic is the engine's."""
     rows, last = np.arange(len(chart.lengths)), chart.lengths - 1
     place, walk = np.zeros_like(last), []
-    start = start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds)
+    start = start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds, costs.node_seconds)
     ledger = jax.tree.map(lambda value: np.array(jnp.broadcast_to(value, (len(last), *value.shape))), start)
     choose = jax.jit(jax.vmap(functools.partial(_choose, jnp.asarray(chart.steps))))
     while np.any(live := place < last):

@@ -53,7 +53,7 @@ def test_simulated_rounds_are_the_engines(positions: Positions) -> None:
 def test_chosen_rounds_are_the_engines(positions: Positions) -> None:
     """Budget and tokens of every round, and the same number of rounds for every fixed budget."""
     engine = loop_engine(LOOP)
-    costs = Costs((3, 7, 15), (1.0, 1.1, 1.25), 0.05, (0.7, 0.9, 1.2), "tfm", "cpu", "float32", 8)
+    costs = Costs((3, 7, 15), (1.0, 1.1, 1.25), 0.02, (0.7, 0.9, 1.2), "tfm", "cpu", "float32", 8)
     chart = chart_rounds(engine, positions, costs.budgets, depth=15)
     outcome = judge(chart, costs)
     walks = walk_chosen(chart, costs)
@@ -74,7 +74,7 @@ def test_fixed_and_chosen_budgets_on_rounds_counted_by_hand() -> None:
     """A text of 4 tokens after the first."""
     shape = (1, 5, 2)
     waiting = np.zeros(shape, np.float32)
-    waiting[0, :3, 0] = [0.4, 0, 0.4]  # of the first round at place 0, and of the second at place 2
+    waiting[0, :3, 0] = [1.1, 0, 1.1]  # of the first round at place 0, and of the second at place 2
     promised = np.zeros((*shape, 2), np.float32)
     promised[0, :3] = [[[0.1, 0.1], [0.1, 0.9]], [[0, 0], [0, 0]], [[0.1, 0.9], [0.1, 0.9]]]
     emitted = np.ones((*shape, 2), np.uint8)
@@ -84,8 +84,8 @@ def test_fixed_and_chosen_budgets_on_rounds_counted_by_hand() -> None:
     fixed[0, ::2, 1] = 2
     chart = Chart(np.array([5]), np.array([1, 2]), waiting, promised, emitted, fixed)
     outcome = judge(chart, Costs((1, 3), (1.0, 1.5), 0.25, (0.5, 0.75), "tfm", "cpu", "float32", 8))
-    # Round 1, rate 1: step 2 (0.7 x 0.4 > 0.25), then 3 nodes (0.9 - 1.5 > 0.1 - 1): 2 tokens in 1.5 s.
-    # Round 2, rate 3 / 2.5, trust 11 / 10.9: no step 2 (0.7 x 0.404 < 0.3), 3 nodes (0.908 - 1.8 > 0.101 - 1.2): 1.25 s
+    # Round 1, rate 1: step 2 (0.7 x 1.1 > 0.25 + 2 x 0.25), then 3 nodes (0.9 - 1.5 > 0.1 - 1): 2 tokens in 1.5 s.
+    # Round 2, rate 3 / 2.5, trust 11 / 10.9: no step 2 (0.7 x 1.11 < 0.9), 3 nodes (0.908 - 1.8 > 0.101 - 1.2): 1.25 s
     np.testing.assert_allclose(outcome.tokens, [[4, 4, 4]])
     np.testing.assert_allclose(outcome.seconds, [[4 * 0.5, 2 * 0.75, 2.75]])
 

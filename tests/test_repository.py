@@ -18,7 +18,7 @@ STANDARD_LIBRARY = set(sys.stdlib_module_names)
 # What import contracts cannot say: these packages import nothing beyond the list. (jaxtyping writes shapes.)
 ALLOWED = {
     "pallas_kernels": {"pallas_kernels", "jax", "numpy", "jaxtyping"}
-    | {"triton", "jax_triton"},  # in modules that are imported only where these are installed
+    | {"jax_triton", "triton"},  # only where a Triton form is called; the modules of device code
     "convert": {"convert", "numpy", "ml_dtypes", "safetensors", "tyro", "rich"}
     | {"tfm_jax.config", "tfm_jax.checkpoint", "tfm_jax.errors"}
     | {"tfm_jax.engine", "torch", "transformers"}  # only to compare logits, inside one function

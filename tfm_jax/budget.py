@@ -11,7 +11,7 @@ ratios of sums); the rate so far stands in for it. Growth is judged in the same 
 that the next step of the Weaver would expand are on the target's path with the probability that their scores say, a
 step emits at most one token beyond each, and later steps expand nodes that are no likelier. So growth ends once
 
-    expected tokens of a step ≤ rate · seconds of a step.
+    expected tokens of a step ≤ rate · seconds of a step and of verifying what it brings.
 
 Scores may be too low or too high on the whole, at temperature 0 for one; so what they promise is scaled by what past
 promises were worth. Nothing here looks at the target's draws of the round to come. With the rule `target_only` nothing
@@ -37,6 +37,7 @@ COSTS_FILE = "costs.json"
 _FORMAT = 2
 _PRIOR = 10.0  # tokens: how long scores are taken at their word
 _CAUGHT = 0.7  # tokens that a step brings for each that its nodes promise
+_MORE_NODES = 2  # that are worth verifying for each step that is worth making
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,12 @@ class Costs:
                 f"costs need the seconds of a step, at least 0 and all together below a round's: {self.step_seconds}."
             )
             raise TfmError(message)
+
+    @property
+    def node_seconds(self) -> float:
+        """What a round takes more for a node that is verified, on average over all budgets."""
+        rise = self.seconds[-1] - self.seconds[0]
+        return max(rise, 0.0) / max(self.budgets[-1] - self.budgets[0], 1)
 
 
 def write_costs(path: Path, costs: Costs) -> None:
@@ -131,7 +138,8 @@ def worth_a_step(hits: Float[Array, ""], emitted: Int[Array, ""], ledger: Ledger
         emitted: as in `choose_budget`.
         ledger: costs and past rounds.
     """
-    return _CAUGHT * _trust(ledger) * hits > _rate(emitted, ledger) * ledger.step_seconds
+    seconds = ledger.step_seconds + _MORE_NODES * ledger.node_seconds
+    return _CAUGHT * _trust(ledger) * hits > _rate(emitted, ledger) * seconds
 
 
 def choose_budget(
@@ -153,10 +161,10 @@ def round_seconds(choice: Int[Array, ""], left_out: Int[Array, ""] | int, ledger
     return ledger.costs[choice] - left_out * ledger.step_seconds
 
 
-def start_ledger(costs: Float[Array, " budgets"], step_seconds: float = 0.0) -> Ledger:
+def start_ledger(costs: Float[Array, " budgets"], step_seconds: float = 0.0, node_seconds: float = 0.0) -> Ledger:
     """Nothing spent, promised or accepted yet."""
     nothing = (jnp.zeros((), jnp.float32) for _ in range(3))  # buffers of their own: the state is donated
-    return Ledger(costs, jnp.float32(step_seconds), *nothing)
+    return Ledger(costs, jnp.float32(step_seconds), jnp.float32(node_seconds), *nothing)
 
 
 def _trust(ledger: Ledger) -> Float[Array, ""]:

@@ -86,8 +86,8 @@ def _hold(budgets: int, choice: int, left_out: int = 0) -> Ledger:
     """
     step = 1e3 if left_out else -1.0
     costs = np.where(np.arange(budgets) == choice, left_out * step, _DEAR).astype(np.float32)
-    nothing = (jnp.zeros((), jnp.float32) for _ in range(2))
-    return Ledger(jnp.asarray(costs), jnp.float32(step), jnp.float32(1 - costs[0]), *nothing)
+    nothing = (jnp.zeros((), jnp.float32) for _ in range(3))
+    return Ledger(jnp.asarray(costs), jnp.float32(step), next(nothing), jnp.float32(1 - costs[0]), *nothing)
 
 
 def _time_rounds(

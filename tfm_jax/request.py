@@ -208,8 +208,12 @@ def check_request(
             joint=_is_joint(filter_order),
         ),
         penalties=_penalties(prompts, vocab, repetition_penalty, frequency_penalty, presence_penalty),
-        ledger=start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds) if budgets and costs else None,
+        ledger=_ledger(costs) if budgets and costs else None,
     )
+
+
+def _ledger(costs: Costs) -> Ledger:
+    return start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds, costs.node_seconds)
 
 
 def _budgets(method: Method, budget: int | Literal["auto"], costs: Costs | None) -> tuple[tuple[int, ...], int]:

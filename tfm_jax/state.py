@@ -110,6 +110,7 @@ class Ledger(NamedTuple):
 
     costs: Float[Array, " budgets"]  # seconds of a round with each of the plan's budgets and the largest tree
     step_seconds: Float[Array, ""]  # that it takes less for every step that the growth of the tree leaves out
+    node_seconds: Float[Array, ""]  # that a round takes more for every node that is verified
     seconds: Float[Array, ""]  # of all rounds so far, by these costs
     promised: Float[Array, ""]  # drafted tokens that the scores of the verified nodes promised
     accepted: Float[Array, ""]  # drafted tokens that were emitted
