@@ -1,7 +1,7 @@
 """Attention of a block of nodes over themselves and a long committed prefix, on Hopper GPUs with Mosaic.
 
-Two kernels, as in flash decoding (Dao et al. 2023). The first runs over parts of the context side by side: per part and
-query row the largest score, the sum of weights and the weighted values, float32. The second merges the parts.
+Two kernels, as in flash decoding (Dao et al. 2023). The first runs over parts of the context side by side and keeps per
+part and query row the largest score, the sum of weights and the weighted values. The second merges the parts.
 
 The query heads that share a key/value head are rows of one matrix, cut into tiles of 64, one a consumer warpgroup; up
 to two tiles share every key and value tile that a third warpgroup brings in by TMA. The nodes are tiles of the context
@@ -9,7 +9,9 @@ like any other and come first, then the prefix from its end; so the tiles that n
 without. The two consumers take turns, one multiplying while the other computes its softmax (the ping-pong schedule of
 Shah et al. 2024, arXiv 2407.08608).
 
-Weights are rounded to bfloat16 for their product with the values, as every flash attention does; the sums are float32.
+Weights are rounded to bfloat16 for their product with the values, as every flash attention does; the sums are float32,
+and between the kernels float16 fractions of a row's largest magnitude, which cost 3e-4 of 2e-3 and halve the bytes.
+Only Hopper has these products (WGMMA): compute capability 9.0, neither older nor newer.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from pallas_kernels.mosaic_attention_parts import (
 HEADS = (64, 128, 256)
 MAX_NODES = 256
 WARPGROUP = 128  # threads
-MULTIPROCESSORS = 132  # of an H100 or H200 SXM: parts are sized to fill them once
+MULTIPROCESSORS = 132  # of an H100 or H200 SXM
+ROUND_COST = 0.03  # start and end of a block, 6 µs, over its walk through a whole context of 8,192 rows
 
 # Found by the sweep of docs/kernels.md on an H200 at head dimension 256; the other rows fill shared memory alike.
 TUNING = {
@@ -105,7 +108,7 @@ def tree_attention(
         window: sliding window over the prefix in positions, 0 for none.
         interpret: how to run without a GPU.
         tuning: block sizes, the table's unless told.
-        splits: parts of the context, as many as fill the GPU once unless told.
+        splits: parts of the context, as many as fill the GPU best unless told.
     """
     batch, nodes, heads, head = query.shape
     kv_heads = key.shape[2]
@@ -122,12 +125,19 @@ def tree_attention(
         group=heads // kv_heads,
         head=head,
         row_tiles=row_tiles,
-        splits=min(splits or max(MULTIPROCESSORS // blocks, 1), tiles),
+        splits=min(splits or _best_splits(blocks), tiles),
         window=0 if prefix is None else window,
         interpret=interpret,
     )
     parts = attend_in_parts(plan, _operands(plan, query, key, value, mask, prefix))
     return _merge(plan, *parts, query.dtype)
+
+
+def _best_splits(blocks: int) -> int:
+    """Parts of the context that take the least time when each takes its share of it."""
+    most = max(MULTIPROCESSORS // blocks, 8)
+    rounds = {splits: -(-blocks * splits // MULTIPROCESSORS) for splits in range(1, most + 1)}
+    return min(rounds, key=lambda splits: rounds[splits] * (1 / splits + ROUND_COST))
 
 
 def _operands(plan: Plan, query: Array, key: Array, value: Array, mask: Array, prefix: Prefix | None) -> Operands:
@@ -179,21 +189,21 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
     """One row of the output."""
     batch, kv_head, row = (lax.axis_index(name) for name in ("batch", "kv_head", "row"))
     if not plan.interpret:
-        plgpu.griddepcontrol_wait()  # launched while the parts are still running
+        plgpu.griddepcontrol_wait()  # its launch overlaps the end of the first kernel
     splits = range(plan.splits)
     layout = plgpu.Layout.WG_STRIDED((plan.head,), vec_size=plan.head // WARPGROUP)
     fractions = [
         plgpu.load(weighted_ref.at[batch, kv_head, split, row], layout=layout, optimized=False) for split in splits
     ]
-    tops, weights, peaks = ([stats_ref[i, batch, kv_head, split, row] for split in splits] for i in range(3))
-    top = functools.reduce(jnp.maximum, tops)
-    factors = [jnp.exp2(x - top) for x in tops]
+    units, weights = ([stats_ref[i, batch, kv_head, split, row] for split in splits] for i in range(2))
+    top = functools.reduce(jnp.maximum, units)
+    factors = [jnp.exp2(x - top) for x in units]
     weight = functools.reduce(jnp.add, [factor * x for factor, x in zip(factors, weights, strict=True)])
     inverse = jnp.where(top > SAW_NOTHING, 1.0 / weight, 0.0)
     out = jnp.float32(0)
-    for bits, factor, peak in zip(fractions, factors, peaks, strict=True):
+    for bits, factor in zip(fractions, factors, strict=True):
         fraction = lax.bitcast_convert_type(bits, jnp.float16).astype(F32)
-        out = out + fraction * lax.broadcast_in_dim(factor * peak * inverse, fraction.shape, [])
+        out = out + fraction * lax.broadcast_in_dim(factor * inverse, fraction.shape, [])
     if plan.packed:
         node, member = lax.div(row, jnp.int32(plan.group)), lax.rem(row, jnp.int32(plan.group))
     else:
@@ -204,11 +214,11 @@ def _merge_kernel(plan: Plan, weighted_ref: Any, stats_ref: Any, out_ref: Any) -
 def _merge_with_xla(plan: Plan, weighted: Array, stats: Array, dtype: jnp.dtype) -> Array:
     rows = plan.nodes * plan.group
     fractions = lax.bitcast_convert_type(weighted[..., :rows, :], jnp.float16).astype(F32)
-    tops, weights, peaks = stats[..., :rows]
-    top = jnp.max(tops, axis=2, keepdims=True)
-    factors = jnp.where(top > SAW_NOTHING, jnp.exp2(tops - top), 0.0)
+    units, weights = stats[..., :rows]
+    top = jnp.max(units, axis=2, keepdims=True)
+    factors = jnp.where(top > SAW_NOTHING, jnp.exp2(units - top), 0.0)
     weight = jnp.sum(factors * weights, axis=2)[..., None]
-    out = jnp.sum(fractions * (factors * peaks)[..., None], axis=2) / jnp.where(weight > 0, weight, 1.0)
+    out = jnp.sum(fractions * factors[..., None], axis=2) / jnp.where(weight > 0, weight, 1.0)
     if plan.packed:
         out = out.reshape(plan.batch, plan.kv_heads, plan.nodes, plan.group, plan.head).transpose(0, 2, 1, 3, 4)
     else:

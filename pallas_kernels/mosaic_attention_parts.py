@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-EXPERIMENT = {"wait": False, "launch": False}
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
@@ -28,6 +26,7 @@ TMA_ROWS = 8  # rows of a swizzled buffer come and go by eights
 # score * scale − maximum is 0 whether or not it is fused.
 MASKED = -(2.0**100)
 TINY = 1e-30
+LOG2_E = math.log2(math.e)
 SAW_NOTHING = -1e28  # a running maximum below this (times a scale of at least 0.09) has met masked scores only
 
 
@@ -115,8 +114,8 @@ class _Scratch(NamedTuple):
 def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
     """Per part of the context and row: weighted values as bits of float16 fractions, and what goes with them.
 
-    That is, float32, stacked: the largest score, the sum of weights, and the largest magnitude among the row's weighted
-    values, which the fractions are fractions of.
+    That is, float32, stacked: the logarithm, base 2, of what the fractions are fractions of, and the sum of weights as
+    a multiple of it.
     """
     parts = (plan.batch, plan.kv_heads, plan.splits)
     present = [name for name, operand in operands._asdict().items() if operand is not None]
@@ -138,7 +137,7 @@ def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         body,
         out_type=(
             jax.ShapeDtypeStruct((*parts, plan.stored_rows, plan.head), BF16),
-            jax.ShapeDtypeStruct((3, *parts, plan.row_tiles * TILE), F32),
+            jax.ShapeDtypeStruct((2, *parts, plan.row_tiles * TILE), F32),
         ),
         scratch_types=scratch._asdict(),
         # Blocks that read the same part of the same key/value head run side by side and meet in the L2 cache.
@@ -205,10 +204,6 @@ class _Part:
 
 
 def _part_kernel(plan: Plan, refs: Operands, weighted_ref: Any, stats_ref: Any, scratch: _Scratch) -> None:
-    if EXPERIMENT["wait"] and not plan.interpret:
-        plgpu.griddepcontrol_wait()
-    if EXPERIMENT["launch"] and not plan.interpret:
-        plgpu.griddepcontrol_launch_dependents()
     part = _Part(plan, refs)
 
     @pl.when(part.warpgroup < plan.warpgroups)
@@ -236,6 +231,11 @@ def _part_kernel(plan: Plan, refs: Operands, weighted_ref: Any, stats_ref: Any, 
         def _load(step: Array) -> None:
             _fill(part, scratch, 2 * step, step, refs.key, refs.keys)
             _fill(part, scratch, 2 * step + 1, step, refs.value, refs.values)
+
+        # No warpgroup may leave while another still multiplies: wait until what was loaded last has been read.
+        @pl.loop(jnp.maximum(2 * part.count - plan.slots, 0), 2 * part.count)
+        def _drain(sequence: Array) -> None:
+            plgpu.barrier_wait(scratch.free.at[lax.rem(sequence, jnp.int32(plan.slots))])
 
 
 def _fill(part: _Part, scratch: _Scratch, sequence: Array, step: Array, of_nodes: Any, of_prefix: Any) -> None:
@@ -355,7 +355,7 @@ def _empty(plan: Plan) -> Softmax:
 
 def _update(plan: Plan, softmax: Softmax, scores: Array) -> tuple[Array, Array, Array, Array]:
     """New largest score, new sum of weights, the tile's weights, and the factor for what was summed before."""
-    scale = plan.head**-0.5 * math.log2(math.e)
+    scale = plan.head**-0.5 * LOG2_E
     largest = jnp.maximum(softmax.largest, scores.max(axis=1) * scale)
     kept = jnp.exp2(softmax.largest - largest)
     weights = jnp.exp2(scores * scale - _per_row(largest, scores.shape))
@@ -409,10 +409,12 @@ def _write(part: _Part, softmax: Softmax, weighted_ref: Any, stats_ref: Any, sta
     """Weighted values as float16 fractions of a row's largest, in half the bytes of float32, and the row's numbers."""
     where, rows = (part.batch, part.kv_head, part.split), pl.ds(part.row_tile() * TILE, TILE)
     peak = jnp.maximum(jnp.abs(softmax.weighted).max(axis=1), TINY)
-    for i, vector in enumerate((softmax.largest, softmax.weight, peak)):
+    for i, vector in enumerate((softmax.largest + jnp.log(peak) * LOG2_E, softmax.weight / peak)):
         stats_ref[(i, *where, rows)] = vector
     fractions = softmax.weighted * _per_row(1.0 / peak, softmax.weighted.shape)
-    staging[...] = lax.bitcast_convert_type(fractions.astype(jnp.float16), BF16)  # the buffer of the queries is bfloat16
+    staging[...] = lax.bitcast_convert_type(
+        fractions.astype(jnp.float16), BF16
+    )  # the buffer of the queries is bfloat16
     plgpu.commit_smem()
     stored = min(part.plan.stored_rows, TILE)
     target = weighted_ref.at[(*where, pl.ds(part.row_tile() * stored, stored))]

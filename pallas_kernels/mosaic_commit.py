@@ -4,31 +4,41 @@
 normalised here, all in float32 FMA. It reads and writes every state once, and hardly anything else: the device's copy
 bandwidth bounds it. `commit_rows` moves what is only copied, the windows of the convolutions and the K/V rows.
 
-One launch serves all layers, because a launch of one layer ends before the memory system is busy. A kernel cannot pick
-a buffer by a run-time index, so each layer is a branch; the branches hold nothing but bulk copies between global and
-shared memory (and scalar loads), which need no TMA descriptor and no register layout: 48 branches that held register
-values took the layout inference minutes.
+One launch serves all layers, because a launch of one layer ends before the memory system is busy. Pallas cannot pick a
+buffer by a run-time index but with a branch for each, and a branch is code of its own: every block would fetch the
+instructions of its layer from far away, which took longer than its work. So `commit_states` selects between addresses
+(`_pick`). The few blocks of `commit_rows` do branch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.utils import arith, ir, memref
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+type Ref = Any  # memory or a view of it, for which jax has no public name
+type Layout = Any  # the same of layouts with parameters
+type Context = Any
+Registers = mgpu.FragmentedArray
+
 __all__ = ["commit_rows", "commit_states", "unsupported", "unsupported_rows"]
 
-KEY_BLOCK = 64  # key rows of a state per block: four or five blocks share a multiprocessor and hide each other's waits
-STEPS = 8  # path nodes staged in shared memory at a time
+TILE = 128 * 128  # most elements of a state per block: 128 registers a thread
+STEPS = 8  # path nodes in flight at a time
 ROW_STEPS = 16  # the same of K/V rows
 NORM_EPS = 1e-6
+LANE_COLUMNS = 128  # float32 columns that the 32 lanes of a warp cover with 16 bytes each
 NORM_TILE = 8  # rows of the tile whose row sums are the squared norm of a key, each of them
+SCALAR = plgpu.Layout.WG_SPLAT(())
 COPY_BYTES = 16  # granularity of bulk copies
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # contiguous copies then need no descriptor
 
@@ -88,20 +98,18 @@ def commit_states(
     if reason := unsupported(states, keys, updates, path_decays, path, count):
         raise ValueError(reason)
     batch, heads, key, value = states[0].shape
+    rows = min(key, TILE // value)
     refs = [jax.new_ref(state) for state in states]
     plgpu.kernel(
-        functools.partial(_states_kernel, layers=len(states), group=heads // keys[0].shape[2]),
+        functools.partial(
+            _states_kernel, layers=len(states), group=heads // keys[0].shape[2], interpret=interpret is not None
+        ),
         out_type=(),
         scratch_types={
-            "s_smem": plgpu.SMEM((KEY_BLOCK, value), jnp.float32),
-            "k_smem": plgpu.SMEM((STEPS * key,), keys[0].dtype),
-            "u_smem": plgpu.SMEM((STEPS * value,), jnp.float32),
-            "decay_smem": plgpu.SMEM((STEPS,), jnp.float32),
+            "k_smem": plgpu.SMEM((STEPS * key,), jnp.float32),
             "norm_smem": plgpu.SMEM((STEPS * NORM_TILE,), jnp.float32),
-            "state_ready": plgpu.Barrier(),
-            "rows_ready": plgpu.Barrier(num_arrivals=2, num_barriers=STEPS),
         },
-        grid=(len(states), batch, heads, key // KEY_BLOCK),
+        grid=(len(states), batch, heads, key // rows),
         grid_names=("layer", "row", "head", "block"),
         interpret=interpret,
         kernel_name="gdn_commit_states",
@@ -109,9 +117,9 @@ def commit_states(
     return tuple(ref[...] for ref in refs)
 
 
-def _tile_layout(rows: int, columns: int) -> Hashable:
-    """Consecutive rows per warp, 16 bytes of a row per lane: coalesced, with the same column vector in each warp."""
-    if columns == 64:  # noqa: PLR2004
+def _tile_layout(rows: int, columns: int) -> Layout:
+    """Consecutive rows per warp, 16 bytes of a row per lane; a value per column is then the same in every warp."""
+    if columns == LANE_COLUMNS // 2:
         return plgpu.Layout.TILED(
             plgpu.Tiling(((rows, columns), (rows // 4, columns), (2, 4))),
             warp_dims=(-6,),
@@ -119,91 +127,129 @@ def _tile_layout(rows: int, columns: int) -> Hashable:
             vector_dim=-1,
         )
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((rows, 128), (rows // 4, 128), (4,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
+        plgpu.Tiling(((rows, LANE_COLUMNS), (rows // 4, LANE_COLUMNS), (4,))),
+        warp_dims=(-5,),
+        lane_dims=(-2,),
+        vector_dim=-1,
     )
 
 
-def _states_kernel(
-    *refs: jax.Ref,
-    layers: int,
-    group: int,
-    s_smem: jax.Ref,
-    k_smem: jax.Ref,
-    u_smem: jax.Ref,
-    decay_smem: jax.Ref,
-    norm_smem: jax.Ref,
-    state_ready: jax.Ref,
-    rows_ready: jax.Ref,
-) -> None:
+def _load(
+    refs: Sequence[Ref], layer: Array, index: tuple, shape: tuple[int, ...], layout: Layout, *, interpret: bool
+) -> Array:
+    """Registers with `shape` from where `index` points to in the layer's buffer; a scalar where `shape` is ()."""
+    if interpret:
+
+        def branch(ref: Ref) -> Array:
+            return ref[_window(index, shape)]
+
+        return lax.switch(layer, [functools.partial(branch, ref) for ref in refs])
+
+    @plgpu.inline_mgpu(
+        arg_types=(SCALAR, (SCALAR,) * len(index), (plgpu.RefType(),) * len(refs)),
+        return_type=plgpu.ShapeDtypeStruct(shape, refs[0].dtype, layout=layout),
+    )
+    def read(_: Context, layer: Registers, index: tuple, refs: tuple) -> Registers:
+        source = _pick(refs, layer, index, shape)
+        if not shape:
+            return Registers.splat(memref.load(source, []), ())
+        return Registers.load_untiled(source, layout=layout.to_mgpu(), optimized=False)
+
+    return read(layer, index, tuple(refs))
+
+
+def _store(refs: Sequence[Ref], layer: Array, index: tuple, value: Array, layout: Layout, *, interpret: bool) -> None:
+    """Writes registers to where `index` points to in the layer's buffer."""
+    if interpret:
+
+        def branch(ref: Ref) -> None:
+            ref[_window(index, value.shape)] = value
+
+        lax.switch(layer, [functools.partial(branch, ref) for ref in refs])
+        return
+
+    shape = value.shape
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR, (SCALAR,) * len(index), layout, (plgpu.RefType(),) * len(refs)))
+    def write(_: Context, layer: Registers, index: tuple, value: Registers, refs: tuple) -> None:
+        value.store_untiled(_pick(refs, layer, index, shape), optimized=False)
+
+    write(layer, index, value, tuple(refs))
+
+
+def _window(index: tuple, shape: tuple[int, ...]) -> tuple:
+    """`index`, its last entry the start of the first axis of `shape`, as an index of a Pallas reference."""
+    if not shape:
+        return index
+    return (*index[:-1], pl.ds(index[-1], shape[0]), *(slice(None) for _ in shape[1:]))
+
+
+def _pick(refs: tuple, layer: Registers, index: tuple, shape: tuple[int, ...]) -> ir.Value:
+    """The same window of a layer's buffer. All buffers have the same shape, so only the address is selected."""
+    number = layer.registers.item()
+    address = mgpu.utils.memref_ptr(refs[0])
+    for n, ref in enumerate(refs[1:], 1):
+        here = arith.cmpi(arith.CmpIPredicate.eq, number, mgpu.utils.c(n, number.type))
+        address = arith.select(here, mgpu.utils.memref_ptr(ref), address)
+    starts = [arith.index_cast(ir.IndexType.get(), x.registers.item()) for x in index]
+    window = starts
+    if shape:
+        rows = mgpu.utils.DynamicSlice(starts[-1], shape[0])
+        window = [*starts[:-1], rows, *(slice(None) for _ in shape[1:])]
+    return mgpu.utils.memref_slice(mgpu.utils.ptr_as_memref(address, refs[0].type), tuple(window))
+
+
+def _states_kernel(*refs: Ref, layers: int, group: int, interpret: bool, k_smem: Ref, norm_smem: Ref) -> None:
     states, keys, updates, decays = (refs[i * layers : (i + 1) * layers] for i in range(4))
     path_ref, count_ref = refs[4 * layers :]
     layer, row, head = (lax.axis_index(name) for name in ("layer", "row", "head"))
-    start = lax.axis_index("block") * KEY_BLOCK
-    block = pl.ds(start, KEY_BLOCK)
-    key, value = k_smem.shape[0] // STEPS, s_smem.shape[1]
-    layout, norm_layout = _tile_layout(KEY_BLOCK, value), _tile_layout(NORM_TILE, key)
+    key, value = states[0].shape[2:]
+    tile = (key // lax.axis_size("block"), value)
+    start = lax.axis_index("block") * tile[0]
+    layout, key_layout = _tile_layout(*tile), _tile_layout(NORM_TILE, key)
     count = count_ref[row]
-
-    def on_layer(action: Callable, *per_layer: Sequence[jax.Ref]) -> Array | None:
-        return lax.switch(
-            layer, [functools.partial(action, *layer_refs) for layer_refs in zip(*per_layer, strict=True)]
-        )
-
-    def fetch_rows(k_ref: jax.Ref, u_ref: jax.Ref, decay_ref: jax.Ref, first: Array | int) -> None:
-        def fetch(step: Array, _: None) -> None:
-            node = path_ref[row, first + step]
-            k_row, u_row = k_smem.at[pl.ds(step * key, key)], u_smem.at[pl.ds(step * value, value)]
-            ready = rows_ready.at[step]
-            plgpu.copy_gmem_to_smem(k_ref.at[row, node, lax.div(head, group)], k_row, ready, oob_mode=IN_BOUNDS)
-            plgpu.copy_gmem_to_smem(u_ref.at[row, node, head], u_row, ready, oob_mode=IN_BOUNDS)
-            decay_smem[step] = decay_ref[row, node, head]
-
-        lax.fori_loop(0, jnp.minimum(count - first, STEPS), fetch, None)
-
-    def norm(step: Array, _: None) -> None:
-        k = plgpu.load(k_smem.at[pl.ds(step * key, key)], layout=norm_layout.reduce(0)).astype(jnp.float32)
-        squares = plgpu.layout_cast(lax.broadcast_in_dim(k * k, (NORM_TILE, key), [1]), norm_layout)
-        norm_smem[pl.ds(step * NORM_TILE, NORM_TILE)] = lax.rsqrt(jnp.sum(squares, axis=1) + NORM_EPS)
+    load = functools.partial(_load, layer=layer, interpret=interpret)
 
     @pl.when(count > 0)
     def _() -> None:
+        s = load(states, index=(row, head, start), shape=tile, layout=layout)
         leaf = path_ref[row, count - 1]
+        leaf_decay = load(decays, index=(row, leaf, head), shape=(), layout=SCALAR)
 
-        def start_layer(s_ref: jax.Ref, k_ref: jax.Ref, u_ref: jax.Ref, decay_ref: jax.Ref) -> Array:
-            plgpu.copy_gmem_to_smem(s_ref.at[row, head, block], s_smem, state_ready, oob_mode=IN_BOUNDS)
-            fetch_rows(k_ref, u_ref, decay_ref, 0)
-            return decay_ref[row, leaf, head]
-
-        leaf_decay = on_layer(start_layer, states, keys, updates, decays)
-
-        def fold(first: Array | int, s: Array) -> Array:
-            """Adds the staged steps from `first` on."""
-            staged = jnp.minimum(count - first, STEPS)
-            lax.fori_loop(0, staged, lambda step, _: plgpu.barrier_wait(rows_ready.at[step]), None)
-            lax.fori_loop(0, staged, norm, None)
-            plgpu.commit_smem()
-
-            def add(step: Array, s: Array) -> Array:
-                weight = jnp.exp(leaf_decay - decay_smem[step]) * norm_smem[step * NORM_TILE]
-                k = plgpu.load(k_smem.at[pl.ds(step * key + start, KEY_BLOCK)], layout=layout.reduce(1))
-                u = plgpu.load(u_smem.at[pl.ds(step * value, value)], layout=layout.reduce(0)) * weight
-                k = lax.broadcast_in_dim(k.astype(jnp.float32), s.shape, [0])
-                return s + k * lax.broadcast_in_dim(u, s.shape, [1])
-
-            return lax.fori_loop(0, staged, add, s)
-
-        def fold_more(batch: Array, s: Array) -> Array:
-            plgpu.commit_smem()  # every warp has read the steps before
+        def fold(batch: Array, s: Array) -> Array:
+            """Adds up to `STEPS` nodes."""
             first = batch * STEPS
-            on_layer(functools.partial(fetch_rows, first=first), keys, updates, decays)
-            return fold(first, s)
+            nodes = [path_ref[row, jnp.minimum(first + n, count - 1)] for n in range(STEPS)]
+            k_rows = [
+                load(
+                    keys,
+                    index=(row, node, lax.div(head, group), jnp.int32(0)),
+                    shape=(key,),
+                    layout=key_layout.reduce(0),
+                )
+                for node in nodes
+            ]
+            u_rows = [
+                load(updates, index=(row, node, head, jnp.int32(0)), shape=(value,), layout=layout.reduce(0))
+                for node in nodes
+            ]
+            node_decays = [load(decays, index=(row, node, head), shape=(), layout=SCALAR) for node in nodes]
+            for n, k_row in enumerate(k_rows):
+                k = k_row.astype(jnp.float32)
+                k_smem[pl.ds(n * key, key)] = k
+                squares = plgpu.layout_cast(lax.broadcast_in_dim(k * k, (NORM_TILE, key), [1]), key_layout)
+                norm_smem[pl.ds(n * NORM_TILE, NORM_TILE)] = lax.rsqrt(jnp.sum(squares, axis=1) + NORM_EPS)
+            plgpu.commit_smem()
+            for n in range(STEPS):
+                weight = jnp.exp(leaf_decay - node_decays[n]) * norm_smem[n * NORM_TILE]
+                weight = jnp.where(first + n < count, weight, 0.0)
+                k = plgpu.load(k_smem.at[pl.ds(n * key + start, tile[0])], layout=layout.reduce(1))
+                s += lax.broadcast_in_dim(k, tile, [0]) * lax.broadcast_in_dim(u_rows[n] * weight, tile, [1])
+            plgpu.commit_smem()  # every warp has read these steps
+            return s
 
-        plgpu.barrier_wait(state_ready)
-        s = fold(0, plgpu.load(s_smem, layout=layout) * jnp.exp(leaf_decay))
-        s_smem[...] = lax.fori_loop(1, lax.div(count + STEPS - 1, STEPS), fold_more, s)
-        plgpu.commit_smem()
-        on_layer(lambda s_ref: plgpu.copy_smem_to_gmem(s_smem, s_ref.at[row, head, block]), states)
-        plgpu.wait_smem_to_gmem(0)
+        s = lax.fori_loop(0, lax.div(count + STEPS - 1, STEPS), fold, s * jnp.exp(leaf_decay))
+        _store(states, layer, (row, head, start), s, layout, interpret=interpret)
 
 
 def unsupported_rows(
@@ -261,7 +307,7 @@ def commit_rows(
     if reason := unsupported_rows(windows, inputs, taps, caches, rows, lengths, path, count):
         raise ValueError(reason)
     refs = [jax.new_ref(x) for x in (*windows, *caches)]
-    scratch = {}
+    scratch: dict[str, Any] = {}
     if windows:
         scratch["window_smem"] = plgpu.SMEM(windows[0].shape[1:], windows[0].dtype)
         scratch["window_ready"] = plgpu.Barrier(num_arrivals=windows[0].shape[1])
@@ -282,13 +328,13 @@ def commit_rows(
 
 
 def _rows_kernel(
-    *refs: jax.Ref,
+    *refs: Ref,
     layers: int,
     caches: int,
-    window_smem: jax.Ref | None = None,
-    window_ready: jax.Ref | None = None,
-    rows_smem: jax.Ref | None = None,
-    rows_ready: jax.Ref | None = None,
+    window_smem: Ref = None,
+    window_ready: Ref = None,
+    rows_smem: Ref = None,
+    rows_ready: Ref = None,
 ) -> None:
     buffers = layers + caches
     targets, sources = refs[:buffers], refs[buffers : 2 * buffers]
@@ -296,49 +342,62 @@ def _rows_kernel(
     row = lax.axis_index("row")
     count = count_ref[row]
 
-    def advance_window(window_ref: jax.Ref, input_ref: jax.Ref) -> None:
-        leaf, width = path_ref[row, count - 1], window_smem.shape[0]
-        for slot in range(width):  # oldest first
-            tap, target = taps_ref[row, leaf, width - 1 - slot], window_smem.at[slot]
-
-            @pl.when(tap >= 0)
-            def _(tap: Array = tap, target: jax.Ref = target) -> None:
-                plgpu.copy_gmem_to_smem(input_ref.at[row, tap], target, window_ready, oob_mode=IN_BOUNDS)
-
-            @pl.when(tap < 0)
-            def _(tap: Array = tap, target: jax.Ref = target) -> None:
-                plgpu.copy_gmem_to_smem(window_ref.at[row, width + tap], target, window_ready, oob_mode=IN_BOUNDS)
-
-        plgpu.barrier_wait(window_ready)  # the old window is read before any of it is overwritten
-        plgpu.copy_smem_to_gmem(window_smem, window_ref.at[row])
-        plgpu.wait_smem_to_gmem(0)
-
-    def append_rows(cache_ref: jax.Ref, source_ref: jax.Ref) -> None:
-        heads, capacity = cache_ref.shape[1:3]
-        length = lengths_ref[row]
-
-        def append(batch: Array, _: None) -> None:
-            first = batch * ROW_STEPS
-            staged = jnp.minimum(count - first, ROW_STEPS)
-
-            def fetch(step: Array, _: None) -> None:
-                source = source_ref.at[row, path_ref[row, first + step]]
-                plgpu.copy_gmem_to_smem(source, rows_smem.at[step], rows_ready.at[step], oob_mode=IN_BOUNDS)
-
-            def write(step: Array, _: None) -> None:
-                plgpu.barrier_wait(rows_ready.at[step])
-                slot = jnp.minimum(length + first + step, capacity - 1)
-                for head in range(heads):
-                    plgpu.copy_smem_to_gmem(rows_smem.at[step, head], cache_ref.at[row, head, slot])
-
-            lax.fori_loop(0, staged, fetch, None)
-            lax.fori_loop(0, staged, write, None)
-            plgpu.wait_smem_to_gmem(0)
-
-        lax.fori_loop(0, lax.div(count + ROW_STEPS - 1, ROW_STEPS), append, None)
-
     @pl.when(count > 0)
     def _() -> None:
-        actions = [advance_window] * layers + [append_rows] * caches
-        branches = [functools.partial(*branch) for branch in zip(actions, targets, sources, strict=True)]
+        path = path_ref.at[row]
+        advance = functools.partial(
+            _advance_window, taps_ref=taps_ref.at[row, path[count - 1]], smem=window_smem, ready=window_ready
+        )
+        append = functools.partial(
+            _append_rows, path_ref=path, count=count, start=lengths_ref[row], smem=rows_smem, ready=rows_ready
+        )
+        actions = [advance] * layers + [append] * caches
+        branches = [
+            functools.partial(action, target.at[row], source.at[row])
+            for action, target, source in zip(actions, targets, sources, strict=True)
+        ]
         lax.switch(lax.axis_index("buffer"), branches)
+
+
+def _advance_window(window_ref: Ref, input_ref: Ref, *, taps_ref: Ref, smem: Ref, ready: Ref) -> None:
+    width = smem.shape[0]
+    for slot in range(width):  # oldest first
+        tap, target = taps_ref[width - 1 - slot], smem.at[slot]
+
+        @pl.when(tap >= 0)
+        def _(tap: Array = tap, target: Ref = target) -> None:
+            plgpu.copy_gmem_to_smem(input_ref.at[tap], target, ready, oob_mode=IN_BOUNDS)
+
+        @pl.when(tap < 0)
+        def _(tap: Array = tap, target: Ref = target) -> None:
+            plgpu.copy_gmem_to_smem(window_ref.at[width + tap], target, ready, oob_mode=IN_BOUNDS)
+
+    plgpu.barrier_wait(ready)  # the old window is read before any of it is overwritten
+    plgpu.copy_smem_to_gmem(smem, window_ref)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _append_rows(
+    cache_ref: Ref, source_ref: Ref, *, path_ref: Ref, count: Array, start: Array, smem: Ref, ready: Ref
+) -> None:
+    heads, capacity = cache_ref.shape[:2]
+
+    def append(batch: Array, _: None) -> None:
+        first = batch * ROW_STEPS
+        staged = jnp.minimum(count - first, ROW_STEPS)
+
+        def fetch(step: Array, _: None) -> None:
+            source = source_ref.at[path_ref[first + step]]
+            plgpu.copy_gmem_to_smem(source, smem.at[step], ready.at[step], oob_mode=IN_BOUNDS)
+
+        def write(step: Array, _: None) -> None:
+            plgpu.barrier_wait(ready.at[step])
+            slot = jnp.minimum(start + first + step, capacity - 1)
+            for head in range(heads):
+                plgpu.copy_smem_to_gmem(smem.at[step, head], cache_ref.at[head, slot])
+
+        lax.fori_loop(0, staged, fetch, None)
+        lax.fori_loop(0, staged, write, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    lax.fori_loop(0, lax.div(count + ROW_STEPS - 1, ROW_STEPS), append, None)

@@ -15,12 +15,13 @@ blocks, at most C(7, 3) = 35 of them, where powers of A itself would count up to
 keys alike, plain doubling loses all digits on a long chain, this form none that matter.
 
 Schedule. One block of threads for a value head and a slice of the value dimension; two warpgroups. The first makes
-square matrices and sends them through a ring in shared memory: X, P, P², P⁴, then M. The second splits the state,
-computes the right-hand side and multiplies it by what comes. Larger trees go tile after tile; the couplings between a
-tile and the earlier ones travel in the same ring, before X for A and with M for outputs.
+square matrices and sends X, P, P² and P⁴ through a ring in shared memory; the second splits the state into bf16 parts,
+computes the right-hand side, multiplies it by what comes and writes U. When the first has nothing left to send, it
+makes M and the outputs. Larger trees go tile after tile; the couplings of a tile to earlier ones travel before its X,
+and its outputs wait until the matrices of the next tile have been sent.
 
-Prefix sums of log-decays are kept as multiples of 1/512 plus a remainder. Sums of the former are exact, so differences
-of prefixes keep the digits of a weak decay downstream of a strong one.
+Prefix sums of log-decays, in base 2, are kept as multiples of 1/256 plus a remainder. Sums of the former are exact, so
+differences of prefixes keep the digits of a weak decay downstream of a strong one.
 
 What `ancestors` says about a tree is packed into a few integers a node (`pack_ancestors`), the same for all layers.
 """
@@ -28,52 +29,25 @@ What `ancestors` says about a tree is packed into a few integers a node (`pack_a
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
-from typing import NamedTuple
+import itertools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels._mosaic_gdn_body import WORD, Plan, kernel
 from pallas_kernels.containers import GdnTreeResult
-from pallas_kernels.mosaic_common import (
-    BF16,
-    COLS,
-    F32,
-    I32,
-    ROWS,
-    TILE_ROWS,
-    WGMMA,
-    Precision,
-    Ref,
-    cols,
-    dot,
-    iota,
-    num_parts,
-    pairs,
-    rows,
-    split,
-    store,
-    store_strided,
-    tile,
-)
+from pallas_kernels.mosaic_common import BF16, F32, I32, TILE_ROWS, Precision, num_parts
 
 MAX_NODES = 256
 MAX_RATIO = 4  # value heads a key head
 HEAD_DIMS = (64, 128)
 NODE_MULTIPLE = 16  # rows of the smallest operand that a product takes as its right side
-MIN_LOG_DECAY = -88.0  # e^-88 is below the smallest normal float32: one such step forgets everything
-NORM_EPS = 1e-6
-DECAY_STEPS = 512.0  # in a unit of log-decay: 256 nodes of −88 stay below 2^24 steps
-WORD = 32  # nodes in a word of ancestors
-LAST_LEVELS = 3  # applied as factors, not inverted
-SLOTS = 2  # of the ring
-SMEM_BYTES = 232_448 - 1024  # of a block, less barriers
-OPERANDS = ("q", "k", "v", "g", "beta", "tree", "s", "o", "u", "path_decay")  # inputs, then outputs
+SMEM_BYTES = 232_448 - 4096  # of a block, less barriers and gaps
 VALUE_BLOCKS = (64, 32, 16)
+RING_SLOTS = (4, 3, 2)
 
 
 def unsupported(
@@ -169,20 +143,23 @@ def _verify(
     nodes = key.shape[1]
     multiple = NODE_MULTIPLE if nodes <= TILE_ROWS else TILE_ROWS
     query, key, value = (_pad_nodes(x, multiple) for x in (query, key, value))
-    log_decay, beta = (_pad_nodes(x, TILE_ROWS) for x in (log_decay, beta))
+    if nodes > TILE_ROWS:
+        log_decay, beta = (_pad_nodes(x, TILE_ROWS) for x in (log_decay, beta))
     batch, _, heads, value_dim = value.shape
-    plan = _make_plan(key, value, num_parts(precision), interpret=interpret is not None)
+    plan = _make_plan(nodes, key, value, num_parts(precision), interpret=interpret is not None)
     wide = jax.ShapeDtypeStruct(value.shape, F32)
     call = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
+        functools.partial(kernel, plan=plan),
         out_type=(wide, wide, jax.ShapeDtypeStruct(log_decay.shape, F32)),
-        scratch_types=plan.scratch(),
+        scratch_types=plan.scratch() | plan.barriers(),
         grid=(batch, heads, value_dim // plan.block),
         grid_names=("batch", "head", "block"),
         num_threads=2,
         thread_name="warpgroup",
         interpret=interpret,
         kernel_name="gdn_tree_verify",
+        # Every store would be between two barriers; `commit_smem` is where one is needed.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     results = call(query, key, value, log_decay, beta, tree, state)
     return GdnTreeResult(*(x if x.shape[1] == nodes else x[:, :nodes] for x in results))
@@ -192,63 +169,12 @@ def _verify(
 _verify_jitted = jax.jit(_verify, static_argnames="precision")
 
 
-class _Plan(NamedTuple):
-    """Static sizes of a call."""
-
-    nodes: int  # padded
-    group: int  # value heads a key head
-    key: int
-    block: int  # columns of the value dimension
-    parts: int
-    interpret: bool
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.nodes // TILE_ROWS)
-
-    @property
-    def width(self) -> int:
-        """Nodes of a tile."""
-        return min(TILE_ROWS, self.nodes)
-
-    @property
-    def query_slots(self) -> int:
-        return min(2, self.tiles)
-
-    def scratch(self) -> dict[str, pl.MemoryRef | plgpu.Barrier]:
-        # Both operands of a product must be swizzled alike, so all follow the narrowest.
-        matrix = functools.partial(tile, dtype=BF16, lanes=min(self.width, self.block))
-        square, wide = (TILE_ROWS, self.width), (TILE_ROWS, self.block)
-        return {
-            "q": matrix((self.query_slots, TILE_ROWS, self.key)),
-            "k": matrix((self.tiles, TILE_ROWS, self.key)),
-            "v": matrix((self.tiles, *wide)),
-            "s": matrix((self.parts, self.key, self.block)),
-            "a": matrix((self.parts, *square)),
-            "ring": matrix((SLOTS, self.parts, *square)),
-            "w": matrix((self.tiles, self.parts, *wide)),  # right-hand side, then W
-            "u": tile(wide, F32),
-            "o": tile(wide, F32),
-            "steps": plgpu.SMEM((self.tiles, 2, TILE_ROWS), F32),  # log-decays: multiples of 1/512, remainders
-            "prefix": plgpu.SMEM((self.tiles, 2, TILE_ROWS), F32),  # their sums over ancestors
-            "gates": plgpu.SMEM((self.tiles, 3, TILE_ROWS), F32),
-            "loaded": plgpu.Barrier(num_arrivals=3, num_barriers=self.tiles),
-            "gated": plgpu.Barrier(num_barriers=self.tiles),
-            "full": plgpu.Barrier(num_barriers=SLOTS),
-            "empty": plgpu.Barrier(num_barriers=SLOTS),
-            "solved": plgpu.Barrier(num_barriers=self.tiles),
-        }
-
-    def bytes(self) -> int:
-        arrays = [x for x in self.scratch().values() if not isinstance(x, plgpu.Barrier)]
-        return sum(jnp.dtype(x.dtype).itemsize * functools.reduce(int.__mul__, x.shape) for x in arrays)
-
-
-def _make_plan(key: Array, value: Array, parts: int, *, interpret: bool) -> _Plan:
-    """The widest slice of the value dimension whose buffers fit."""
+def _make_plan(given: int, key: Array, value: Array, parts: int, *, interpret: bool) -> Plan:
+    """The widest slice of the value dimension, then the longest ring, whose buffers fit."""
     nodes, key_heads, key_dim = key.shape[1:]
     group = value.shape[2] // key_heads
-    plans = [_Plan(nodes, group, key_dim, block, parts, interpret) for block in VALUE_BLOCKS]
+    sizes = itertools.product(VALUE_BLOCKS, RING_SLOTS)
+    plans = [Plan(given, nodes, group, key_dim, *size, parts, interpret) for size in sizes]
     return next(plan for plan in plans if plan.bytes() <= SMEM_BYTES)
 
 
@@ -259,307 +185,3 @@ def _round_up(nodes: int, multiple: int) -> int:
 def _pad_nodes(x: Array, multiple: int) -> Array:
     extra = _round_up(x.shape[1], multiple) - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)]) if extra else x
-
-
-class _Block(NamedTuple):
-    """What a block of threads works on."""
-
-    batch: Array
-    head: Array
-    key_head: Array
-    values: pl.Slice
-
-
-def _kernel(*operands: Ref, plan: _Plan, **scratch: Ref) -> None:
-    head = lax.axis_index("head")
-    block = _Block(
-        lax.axis_index("batch"),
-        head,
-        lax.div(head, plan.group),
-        pl.ds(lax.axis_index("block") * plan.block, plan.block),
-    )
-    gmem = SimpleNamespace(**dict(zip(OPERANDS, operands, strict=True)))
-    smem = SimpleNamespace(**scratch)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == 0)
-    def _() -> None:
-        _Inverter(plan, block, gmem, smem).run()
-
-    @pl.when(warpgroup == 1)
-    def _() -> None:
-        _Applier(plan, block, gmem, smem).run()
-
-
-class _Warpgroup:
-    """What both warpgroups know; `sent` counts the matrices that have gone through the ring."""
-
-    def __init__(self, plan: _Plan, block: _Block, gmem: SimpleNamespace, smem: SimpleNamespace) -> None:
-        self.plan, self.block, self.gmem, self.smem = plan, block, gmem, smem
-        self.dot = functools.partial(dot, interpret=plan.interpret)
-        self.square = (TILE_ROWS, plan.width)
-        self.wide = (TILE_ROWS, plan.block)
-        self.sent = 0
-
-    @property
-    def slot(self) -> int:
-        return self.sent % SLOTS
-
-    def nodes(self, i: int) -> pl.Slice:
-        """The nodes of tile i."""
-        return pl.ds(i * TILE_ROWS, self.plan.width)
-
-    @property
-    def used(self) -> pl.Slice:
-        """Rows of a tile that hold nodes; what the others hold is undefined and stays in its rows."""
-        return pl.ds(0, self.plan.width)
-
-    def query(self, i: int) -> Ref:
-        return self.smem.q.at[i % self.plan.query_slots]
-
-
-class _Inverter(_Warpgroup):
-    """Makes the square matrices."""
-
-    def run(self) -> None:
-        plan, smem = self.plan, self.smem
-        for i in range(plan.tiles):
-            self.fetch(i)
-        levels = jnp.maximum(self.gmem.tree[self.block.batch, self.gmem.tree.shape[1] - 1, 0], LAST_LEVELS + 1)
-        inverted = levels - LAST_LEVELS
-        for i in range(plan.tiles):
-            decay, beta, apart = self.gate(i)
-            plgpu.barrier_wait(smem.loaded.at[i])
-            gram = self.dot(self.square, [(smem.k.at[i], smem.k.at[i, self.used].T)])
-            diagonal = iota(self.square, 0) == iota(self.square, 1)
-            scale = self.scale(i, beta, jnp.sum(jnp.where(diagonal, gram, 0.0), axis=1) + NORM_EPS)
-            for j in range(i):
-                below = self.dot(self.square, [(smem.k.at[i], smem.k.at[j].T)])
-                self.send(below * rows(scale, self.square) * self.decay(i, j, self.on_path(i, j)))
-            self.invert(jnp.where(diagonal, 0.0, gram * rows(scale, self.square) * decay), diagonal, apart, inverted)
-            if i > 0:
-                self.write_updates(i - 1)
-            for j in range(i + 1):
-                lookup = self.dot(self.square, [(self.query(i), smem.k.at[j, self.used].T)])
-                self.send(lookup * (decay if j == i else self.decay(i, j, self.on_path(i, j))))
-            if i + plan.query_slots < plan.tiles:
-                self.fetch_query(i + plan.query_slots)
-        self.write_updates(plan.tiles - 1)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        # A warpgroup that exits while another multiplies is an illegal instruction.
-        for n in range(max(self.sent - SLOTS, 0), self.sent):
-            plgpu.barrier_wait(smem.empty.at[n % SLOTS])
-
-    def __init__(self, plan: _Plan, block: _Block, gmem: SimpleNamespace, smem: SimpleNamespace) -> None:
-        super().__init__(plan, block, gmem, smem)
-        self.prefix = {}  # of tile i: decay from the root to each node, as steps and remainder
-        self.norms = {}  # of tile i: |k|
-
-    def fetch(self, i: int) -> None:
-        at, gmem, smem = self.block, self.gmem, self.smem
-        loaded = smem.loaded.at[i]
-        plgpu.copy_gmem_to_smem(gmem.k.at[at.batch, self.nodes(i), at.key_head], smem.k.at[i, self.used], loaded)
-        if i < self.plan.query_slots:
-            self.fetch_query(i)
-        value = gmem.v.at[at.batch, self.nodes(i), at.head, at.values]
-        plgpu.copy_gmem_to_smem(value, smem.v.at[i, self.used], loaded)
-
-    def fetch_query(self, i: int) -> None:
-        """Before the second use of a slot both warpgroups have read it: the other one has since taken from the ring."""
-        source = self.gmem.q.at[self.block.batch, self.nodes(i), self.block.key_head]
-        plgpu.copy_gmem_to_smem(source, self.query(i).at[self.used], self.smem.loaded.at[i])
-
-    def tree(self, row: int, i: int) -> Array:
-        """A value a node of tile i, along rows."""
-        source = self.gmem.tree.at[self.block.batch, row, pl.ds(i * TILE_ROWS, TILE_ROWS)]
-        return plgpu.load(source, layout=ROWS, optimized=False)
-
-    def on_path(self, i: int, j: int) -> Array:
-        """Whether node n of tile j is node m of tile i or its ancestor, at (m, n)."""
-        column = iota(self.square, 1)
-        word = rows(self.tree(2 * j, i), self.square)
-        if self.plan.width > WORD:
-            word = jnp.where(column < WORD, word, rows(self.tree(2 * j + 1, i), self.square))
-        return lax.bitwise_and(lax.shift_right_logical(word, lax.bitwise_and(column, WORD - 1)), 1) == 1
-
-    def columns(self, ref: Ref) -> Array:
-        return cols(plgpu.load(ref.at[self.used], layout=COLS), self.square)
-
-    def decay(self, i: int, j: int, mask: Array) -> Array:
-        """D between tiles i and j, 0 off the paths."""
-        exponent = 0.0
-        for n, prefix in enumerate(self.prefix[i]):
-            exponent += rows(prefix, self.square) - self.columns(self.smem.prefix.at[j, n])
-        return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
-
-    def gate(self, i: int) -> tuple[Array, Array, Array]:
-        """D inside tile i, β along rows, and the bits in which depths differ."""
-        at, smem = self.block, self.smem
-        along = at.batch, pl.ds(i * TILE_ROWS, TILE_ROWS), at.head
-        g = jnp.maximum(plgpu.load(self.gmem.g.at[along], layout=ROWS, optimized=False), MIN_LOG_DECAY)
-        beta = plgpu.load(self.gmem.beta.at[along], layout=ROWS, optimized=False)
-        depth_row = self.gmem.tree.shape[1] - 3
-        depths = self.tree(depth_row, i)
-        source = self.gmem.tree.at[at.batch, depth_row + 1, self.nodes(i)]
-        apart = lax.bitwise_xor(
-            rows(depths, self.square), cols(plgpu.load(source, layout=COLS, optimized=False), self.square)
-        )
-        steps = (g * DECAY_STEPS).astype(I32).astype(F32) * (1 / DECAY_STEPS)
-        store([steps, g - steps], [smem.steps.at[i, n] for n in range(2)])
-        masks = [self.on_path(i, j) for j in range(i + 1)]
-        sums = [
-            functools.reduce(
-                jnp.add,
-                [
-                    jnp.sum(jnp.where(mask, self.columns(smem.steps.at[j, n]), 0.0), axis=1)
-                    for j, mask in enumerate(masks)
-                ],
-            )
-            for n in range(2)
-        ]
-        store(sums, [smem.prefix.at[i, n] for n in range(2)])
-        store_strided(self.gmem.path_decay.at[along], sums[0] + sums[1])
-        self.prefix[i] = tuple(sums)
-        return self.decay(i, i, masks[i]), beta, apart
-
-    def scale(self, i: int, beta: Array, squares: Array) -> Array:
-        """Hands the other warpgroup its factors of rows, returns those of A."""
-        inverse_norm = lax.rsqrt(squares)
-        self.norms[i] = squares * inverse_norm
-        carry = jnp.exp(sum(self.prefix[i]))
-        factors = beta * inverse_norm, carry * inverse_norm, carry
-        store(factors, [self.smem.gates.at[i, n] for n in range(3)])
-        plgpu.barrier_arrive(self.smem.gated.at[i])
-        return beta * inverse_norm * inverse_norm
-
-    def claim(self) -> None:
-        """Waits until the next slot of the ring may be written."""
-        if self.sent >= SLOTS:
-            plgpu.barrier_wait(self.smem.empty.at[self.slot])
-
-    def put(self, x: Array) -> tuple[list[Array], list[Ref]]:
-        """Writes x to the next slot; its parts in registers and, as a right operand, in shared memory."""
-        parts = split(x, self.plan.parts)
-        refs = [self.smem.ring.at[self.slot, n] for n in range(self.plan.parts)]
-        store(parts, refs)
-        return parts, [ref.at[self.used] for ref in refs]
-
-    def hand_over(self) -> None:
-        plgpu.barrier_arrive(self.smem.full.at[self.slot])
-        self.sent += 1
-
-    def send(self, x: Array) -> tuple[list[Array], list[Ref]]:
-        self.claim()
-        parts = self.put(x)
-        self.hand_over()
-        return parts
-
-    def invert(self, a: Array, diagonal: Array, apart: Array, inverted: Array) -> None:
-        """Sends X, P, P² and P⁴ of a tile."""
-        n_parts = self.plan.parts
-        refs = [self.smem.a.at[n] for n in range(n_parts)]
-        store(split(a, n_parts), refs)
-        a_refs = [ref.at[self.used] for ref in refs]
-        x = jnp.where(apart == 1, -a, jnp.where(diagonal, 1.0, 0.0))
-        self.claim()
-
-        def add_level(level: Array, x: Array) -> Array:
-            parts, refs = self.put(x)
-            step = self.dot(self.square, pairs(parts, a_refs))
-            step = jnp.where(lax.shift_right_logical(apart, level) == 1, step, 0.0)
-            return x - self.dot(self.square, pairs(split(step, n_parts), refs))
-
-        x = lax.fori_loop(1, inverted, add_level, x)
-        parts, _ = self.put(x)
-        self.hand_over()
-        p = self.dot(self.square, pairs(parts, a_refs))
-        p = jnp.where(lax.shift_right_logical(apart, inverted) == 0, 0.0, p)
-        for _ in range(LAST_LEVELS - 1):
-            p = self.dot(self.square, pairs(*self.send(p)))
-        self.send(p)
-
-    def write_updates(self, i: int) -> None:
-        """U from W, whose parts the other warpgroup has left in shared memory."""
-        smem, at = self.smem, self.block
-        plgpu.barrier_wait(smem.solved.at[i])
-        parts = [plgpu.load(smem.w.at[i, n], layout=WGMMA).astype(F32) for n in range(self.plan.parts)]
-        if i > 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store([sum(reversed(parts)) * rows(self.norms[i], self.wide)], [smem.u])
-        target = self.gmem.u.at[at.batch, self.nodes(i), at.head, at.values]
-        plgpu.copy_smem_to_gmem(smem.u.at[self.used], target)
-
-
-class _Applier(_Warpgroup):
-    """Multiplies what comes through the ring by right-hand sides and updates."""
-
-    def run(self) -> None:
-        plan, smem = self.plan, self.smem
-        pieces = [pl.ds(start, TILE_ROWS) for start in range(0, plan.key, TILE_ROWS)]
-        source = self.gmem.s.at[self.block.batch, self.block.head]
-        # In flight together: nothing needs them before the first split.
-        states = [plgpu.load(source.at[piece, self.block.values], layout=WGMMA, optimized=False) for piece in pieces]
-        query_scale = self.query_scale(0)
-        for piece, state in zip(pieces, states, strict=True):
-            for n, part in enumerate(split(state, plan.parts)):
-                smem.s[n, piece] = part
-        plgpu.commit_smem()
-        for i in range(plan.tiles):
-            if i > 0:
-                query_scale = self.query_scale(i)
-            w, out = self.from_state(i)
-            for j in range(i):
-                w -= self.receive(j)
-            self.solve(i, w)
-            for j in range(i + 1):
-                out += self.receive(j)
-            self.write_output(i, out * rows(query_scale, self.wide))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def query_scale(self, i: int) -> Array:
-        plgpu.barrier_wait(self.smem.loaded.at[i])
-        q = plgpu.load(self.query(i), layout=WGMMA).astype(F32)
-        return lax.rsqrt(jnp.sum(q * q, axis=1) + NORM_EPS) * self.plan.key**-0.5
-
-    def from_state(self, i: int) -> tuple[Array, Array]:
-        """The right-hand side of W, and e^G Q S."""
-        smem = self.smem
-        states = [smem.s.at[n] for n in reversed(range(self.plan.parts))]
-        inherited = self.dot(self.wide, [(smem.k.at[i], state) for state in states])
-        plgpu.barrier_wait(smem.gated.at[i])
-        write, reach, carry = (rows(plgpu.load(smem.gates.at[i, n], layout=ROWS), self.wide) for n in range(3))
-        v = plgpu.load(smem.v.at[i], layout=WGMMA).astype(F32)
-        out = self.dot(self.wide, [(self.query(i), state) for state in states])
-        return (v - inherited * reach) * write, out * carry
-
-    def receive(self, j: int) -> Array:
-        """The next matrix of the ring times W of tile j."""
-        smem, parts = self.smem, range(self.plan.parts)
-        plgpu.barrier_wait(smem.full.at[self.slot])
-        matrix = [smem.ring.at[self.slot, n] for n in parts]
-        result = self.dot(self.wide, pairs(matrix, [smem.w.at[j, n, self.used] for n in parts]))
-        plgpu.barrier_arrive(smem.empty.at[self.slot])
-        self.sent += 1
-        return result
-
-    def keep(self, i: int, w: Array) -> None:
-        store(split(w, self.plan.parts), [self.smem.w.at[i, n] for n in range(self.plan.parts)])
-
-    def solve(self, i: int, w: Array) -> None:
-        """W of tile i from its right-hand side, left in shared memory."""
-        self.keep(i, w)
-        w = self.receive(i)  # X
-        self.keep(i, w)
-        w -= self.receive(i)  # P
-        for _ in range(LAST_LEVELS - 1):  # P², P⁴
-            self.keep(i, w)
-            w += self.receive(i)
-        self.keep(i, w)
-        plgpu.barrier_arrive(self.smem.solved.at[i])
-
-    def write_output(self, i: int, out: Array) -> None:
-        smem, at = self.smem, self.block
-        if i > 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store([out], [smem.o])
-        plgpu.copy_smem_to_gmem(smem.o.at[self.used], self.gmem.o.at[at.batch, self.nodes(i), at.head, at.values])

@@ -21,7 +21,7 @@ _WIDTHS = (16, 32, 64, 128, 256)
 _SMALLEST_TILE = 16
 _NARROW = 2  # bytes of the dtypes that tensor cores multiply without splitting them
 _MERGED_ELEMENTS = 8192
-_MAX_SHARES = 127
+_MANY_SHARES, _MAX_SHARES = 16, 127
 # Rows and keys a step for heads of 256 in two bytes, as shared memory allows (227, 163 and 99 KiB a program).
 _TILES = {"9.0": (128, 64), "10.0": (128, 64), "8.0": (64, 32)}
 _SMALL_TILES = (32, 32)
@@ -98,7 +98,7 @@ def tree_attention(
         prefix.positions,
         kernel=attend_share,
         out_shape=share_shapes,
-        grid=(-(-total // rows), shares + 1, batch * kv_heads),
+        grid=(-(-total // rows), batch * kv_heads, shares + 1),
         name="tree_attention_shares",
         num_warps=tuning.warps,
         num_stages=tuning.stages,
@@ -128,17 +128,18 @@ def tree_attention(
 
 
 def _tune(pairs: int, total: int, head: int, capacity: int, itemsize: int) -> Tuning:
-    """One program a core, the nodes' own share included."""
+    """One program a core for the prefix, and for the nodes' own share too where the prefix is in many shares anyway."""
     device = jax.devices()[0]
     rows, block = _TILES.get(device.compute_capability, _SMALL_TILES)
     if itemsize > _NARROW:
         rows, block = rows // 4, block // 2
     rows = max(_SMALLEST_TILE, min(rows, _power_of_two(total)))
     block = max(_SMALLEST_TILE, min(block * _WIDTHS[-1] // head, 64))
-    shares = device.core_count // (pairs * -(-total // rows)) - 1
+    deep = rows == _SMALLEST_TILE and device.compute_capability in _TILES  # the queries leave room for a third stage
     # A share costs a write and a read of its partial results, so it should be worth a few steps.
-    shares = max(1, min(shares, capacity // (2 * block), _MAX_SHARES))
-    return Tuning(rows, block, warps=max(4, rows // 16), stages=2, shares=shares)
+    shares = device.core_count // (pairs * -(-total // rows))
+    shares = min(shares - (shares > _MANY_SHARES), capacity // (2 * block), _MAX_SHARES)
+    return Tuning(rows, block, warps=max(4, rows // 16), stages=3 if deep else 2, shares=max(1, shares))
 
 
 def _power_of_two(x: int) -> int:

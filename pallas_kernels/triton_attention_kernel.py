@@ -41,8 +41,11 @@ def attend_share(
     node_block: tl.constexpr,
     form: tl.constexpr,
 ) -> None:
-    """Share `shares` holds the nodes themselves, the others split the prefix."""
-    row_block, share, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Share 0 holds the nodes themselves, the others split the prefix.
+
+    The shares are the grid's slowest axis: the first, a short one, then starts first and not when the others end.
+    """
+    row_block, pair, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
     index = row_block * rows + tl.arange(0, rows)
     node = index // group
@@ -55,7 +58,7 @@ def attend_share(
     o = tl.zeros([rows, head], tl.float32)
     scale = head**-0.5 * 1.4426950408889634
 
-    if share == shares:
+    if share == 0:
         for own_start in range(0, nodes, node_block):
             slot = own_start + tl.arange(0, node_block)
             own_at = ((batch * nodes + slot) * kv_heads + kv_head)[:, None] * head + dims[None, :]
@@ -74,7 +77,7 @@ def attend_share(
             first = tl.maximum(tl.min(position, axis=0) - window + 1, 0) // block
         blocks = tl.maximum((length + block - 1) // block - first, 0)
         each = (blocks + shares - 1) // shares
-        begin = (first + share * each) * block
+        begin = (first + (share - 1) * each) * block
         end = tl.minimum(begin + each * block, length)
         cache_at = (batch * kv_heads + kv_head) * capacity * head
         for start in range(begin, end, block):

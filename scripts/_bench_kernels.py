@@ -7,9 +7,12 @@ buffers, which therefore come from device memory; `hot` calls one layer again an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -33,6 +36,14 @@ _WORKLOADS: dict[str, Callable[[Shapes, str], Iterator[Workload]]] = {
     "weaver_tree": weaver_workloads,
     "gdn_chunk": gdn_chunk_workloads,
 }
+
+
+type _Program = Callable[[Layers], list[Any]]
+
+
+class _Failure(NamedTuple):
+    kind: Literal["unsupported", "failed"]
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +82,15 @@ class Kernels:
         ceilings = measure_ceilings(small=self.small)
         report: dict[str, Any] = {"meta": self._meta(ceilings), "rows": [], "unsupported": [], "failed": []}
         shapes = SMALL if self.small else QWEN_27B
-        for op in dict.fromkeys(self.ops):
-            for workload in _WORKLOADS[op](shapes, self.precision):
-                forms = [form for form in (*workload.forms, *workload.foreign) if form in self.implementations]
-                for kind, entry in _measure(workload, forms, self, ceilings):
-                    report[kind].append(entry)
-                    print(_progress(kind, entry), file=sys.stderr, flush=True)
+        workloads = [workload for op in dict.fromkeys(self.ops) for workload in _WORKLOADS[op](shapes, self.precision)]
+        # Compilers take most of the time. All compile side by side, and nothing is timed while one may try kernels.
+        with ThreadPoolExecutor() as pool:
+            programs = [self._programs(workload, pool) for workload in workloads]
+            print(f"compiling the programs of {len(workloads)} cases", file=sys.stderr, flush=True)
+        for workload, forms in zip(workloads, programs, strict=True):
+            for kind, entry in _measure(workload, forms, ceilings, self.repeats):
+                report[kind].append(entry)
+                print(_progress(kind, entry), file=sys.stderr, flush=True)
         return report
 
     def show(self, report: dict[str, Any]) -> None:
@@ -92,25 +106,50 @@ class Kernels:
             return None
         return f"{len(report['failed'])} implementations failed; see the last lines of the table."
 
+    def _programs(self, workload: Workload, pool: Executor) -> dict[str, _Program | _Failure]:
+        """A program for every form that is asked for, or why there is none."""
+        forms = [form for form in (*workload.forms, *workload.foreign) if form in self.implementations]
+        shapes = jax.eval_shape(lambda: workload.operands(0)) if forms else ()
+        programs: dict[str, _Program | _Failure] = {}
+        for form in forms:
+            try:
+                if form in workload.foreign:
+                    programs[form] = workload.foreign[form]()
+                else:
+                    run = workload.run(form, self.precision)
+                    programs[form] = Program(run, shapes, pool, donates=workload.donates)
+            except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other forms still run
+                programs[form] = _Failure("unsupported" if _is_refusal(error) else "failed", _first_line(error))
+        return programs
+
     def _meta(self, ceilings: Ceilings) -> dict[str, Any]:
         return {
             "precision": self.precision,
+            "compilers": dict(_installed("triton", "jax-triton", "torch", "fla-core")),
             "timer": "CUPTI, sum of kernel times" if jax.default_backend() == "gpu" else "clock of a CPU",
             "copy_bytes_per_second": ceilings.copy,
             "matmul_operations_per_second": ceilings.matmul,
         }
 
 
-class _Failure(NamedTuple):
-    kind: Literal["unsupported", "failed"]
-    reason: str
+def _installed(*distributions: str) -> Iterator[tuple[str, str]]:
+    for name in distributions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 def _measure(
-    workload: Workload, forms: Sequence[str], options: Kernels, ceilings: Ceilings
+    workload: Workload, programs: dict[str, _Program | _Failure], ceilings: Ceilings, repeats: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """One entry a time: ("rows", …) if there is one, else ("unsupported", …) or ("failed", …)."""
-    if not forms:
+    names = {form: {"op": workload.op, "case": workload.case, "implementation": form} for form in programs}
+    ready: dict[str, _Program] = {}
+    for form, program in programs.items():
+        if isinstance(program, _Failure):
+            yield program.kind, names[form] | {"reason": program.reason}
+        else:
+            ready[form] = program
+    if not ready:
         return
     layers = [workload.operands(layer) for layer in range(workload.layers if "own" in workload.buffers else 1)]
     expected = workload.oracle(*layers[0])
@@ -118,50 +157,45 @@ def _measure(
         "bytes_us": workload.bytes / ceilings.copy * 1e6,
         "operations_us": workload.operations / ceilings.matmul * 1e6,
     }
-    for form in forms:
-        name = {"op": workload.op, "case": workload.case, "implementation": form}
-        outcome = _time(workload, form, layers, expected, options)
-        if isinstance(outcome, _Failure):
-            yield outcome.kind, name | {"reason": outcome.reason}
+    for form, program in ready.items():
+        bar = float("inf") if form in workload.foreign else workload.bar
+        try:
+            figures = _time(workload, program, layers, (expected, bar), repeats)
+        except Exception as error:  # noqa: BLE001
+            yield "failed", names[form] | {"reason": _first_line(error)}
             continue
-        for buffers, figures in outcome.items():
-            yield "rows", name | {"buffers": buffers} | figures | {"floor_us": max(floors.values())} | floors
+        for buffers, entry in figures.items():
+            yield "rows", names[form] | {"buffers": buffers} | entry | {"floor_us": max(floors.values())} | floors
 
 
 def _time(
-    workload: Workload,
-    form: str,
-    layers: Layers,
-    expected: Any,  # noqa: ANN401 - whatever the oracle returned
-    options: Kernels,
-) -> dict[str, dict[str, float]] | _Failure:
-    """Figures with each kind of buffers."""
+    workload: Workload, program: _Program, layers: Layers, expected: tuple[Any, float], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Figures with each kind of buffers, if the first result is within the bar that comes with the expected one.
+
+    Raises:
+        ValueError: it is not.
+    """
     if workload.donates:
         layers = [(jax.tree.map(lambda x: x.copy(), donated), *operands) for donated, *operands in layers]
-    try:
-        if form in workload.foreign:
-            program = workload.foreign[form]()
-        else:
-            program = Program(workload.run(form, options.precision), layers[0], donates=workload.donates)
-    except ValueError as error:
-        return _Failure("unsupported", _first_line(error))
-    except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other forms still run
-        return _Failure("failed", _first_line(error))
-    try:
-        first = layers[:1]
-        (result,) = program(first)
-        layers[:1] = first
-        error = workload.error((first[0][0], result) if workload.donates else result, expected)
-        if error > workload.bar and form not in workload.foreign:
-            return _Failure("failed", f"relative error {error:.2e}, more than {workload.bar:.1e}")
-        del result
-        figures: dict[str, dict[str, float]] = {}
-        for buffers in workload.buffers:
-            times = time_program(program, layers if buffers == "own" else layers[:1], options.repeats)
-            figures[buffers] = {"us": times.us, "kernels": times.kernels, "rel_err": error}
-    except Exception as error:  # noqa: BLE001
-        return _Failure("failed", _first_line(error))
+    first = layers[:1]
+    (result,) = program(first)
+    layers[:1] = first
+    error = workload.error((first[0][0], result) if workload.donates else result, expected[0])
+    if error > expected[1]:
+        message = f"relative error {error:.2e}, more than {expected[1]:.1e}"
+        raise ValueError(message)
+    del result
+    figures: dict[str, dict[str, float]] = {}
+    for buffers in workload.buffers:
+        times = time_program(program, layers if buffers == "own" else layers[:1], repeats)
+        figures[buffers] = {"us": times.us, "kernels": times.kernels, "rel_err": error}
     return figures
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a front door, or a public kernel, says that it cannot serve; compilers raise ValueErrors too."""
+    return isinstance(error, ValueError) and any(words in str(error) for words in ("cannot run as", "is not installed"))
 
 
 def _first_line(error: Exception) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 from _kernel_cases import forms_of
 from _kernel_workload import Normals, Shapes, Workload, ancestors_of, exact, random_parents, relative_error
 from flax import nnx
-from jax import lax
 
 import pallas_kernels
 from pallas_kernels import reference
@@ -59,12 +58,14 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
         return *_caches(shapes, layer), taps, jnp.array([_LENGTH], jnp.int32), path, count
 
     def run(form: Any, _: str) -> Callable[..., Any]:  # noqa: ANN401
+        form_of_rows: Any = form if form in forms_of("commit_rows") else "auto"
+
         def commit(caches: _Caches, tape: _Tape, taps: Any, lengths: Any, path: Any, count: Any) -> Any:  # noqa: ANN401
             states = pallas_kernels.commit_states(
                 caches.states, tape.keys, tape.updates, tape.path_decays, path, count, implementation=form
             )
             old = (caches.windows, tape.inputs, taps, caches.rows, tape.rows, lengths, path, count)
-            return _Caches(states, *pallas_kernels.commit_rows(*old, implementation=form)), lengths + count
+            return _Caches(states, *pallas_kernels.commit_rows(*old, implementation=form_of_rows)), lengths + count
 
         return commit
 
@@ -105,9 +106,7 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
 def top_k_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     """The drafter's candidates of every depth; ids and values must be exact."""
 
-    def run(form: str, _: str) -> Any:  # noqa: ANN401
-        if form == "xla" and not hasattr(pallas_kernels, "top_k"):
-            return lambda logits: tuple(lax.top_k(logits, shapes.pool))
+    def run(form: Any, _: str) -> Callable[..., Any]:  # noqa: ANN401
         return lambda logits: pallas_kernels.top_k(logits, shapes.pool, implementation=form)
 
     def oracle(logits: jax.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +122,7 @@ def top_k_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     yield Workload(
         op="top_k",
         case=f"k={shapes.pool} of {shapes.depth} x {shapes.vocab}",
-        forms=forms_of("top_k") if hasattr(pallas_kernels, "top_k") else ("xla",),
+        forms=forms_of("top_k"),
         operands=lambda layer: (Normals(layer)(*logits, scale=3.0),),
         run=run,
         oracle=oracle,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import jax
@@ -36,19 +37,22 @@ class Ceilings(NamedTuple):
 
 
 class Program:
-    """A function compiled for the operands of a layer, and called for every layer.
+    """A function of a layer's operands, arrays or their shapes, compiled in the background and called for every layer.
 
     With `donates` it returns (new first operand, result), and layers get their new first operands.
     """
 
-    def __init__(self, function: Callable[..., Any], operands: tuple[Any, ...], *, donates: bool = False) -> None:
-        self._compiled = jax.jit(function, donate_argnums=0 if donates else ()).lower(*operands).compile()
+    def __init__(
+        self, function: Callable[..., Any], operands: tuple[Any, ...], pool: Executor, *, donates: bool = False
+    ) -> None:
+        lowered = jax.jit(function, donate_argnums=0 if donates else ()).lower(*operands)
+        self._compiling = pool.submit(lowered.compile)
         self._donates = donates
 
     def __call__(self, layers: Layers) -> list[Any]:
-        results = []
+        compiled, results = self._compiling.result(), []
         for index, operands in enumerate(layers):
-            result = self._compiled(*operands)
+            result = compiled(*operands)
             if self._donates:
                 layers[index] = (result[0], *operands[1:])
                 result = result[1]

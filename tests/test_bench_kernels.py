@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,21 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "relative error 1.0" in entry["reason"]
 
 
-def test_what_a_form_cannot_take_is_told_apart_from_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "kind", "code"),
+    [("top_k cannot run as xla: it is Tuesday", "unsupported", 0), ("no such layout", "failed", 1)],
+)
+def test_refusals_are_told_apart_from_failures(
+    message: str, kind: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
-        message = "top_k takes no Tuesdays"
         raise ValueError(message)
 
-    monkeypatch.setattr("jax.lax.top_k", refuse)
-    monkeypatch.setattr(pallas_kernels, "top_k", refuse, raising=False)
-    monkeypatch.setattr("_kernel_cases_model.forms_of", lambda _: ("xla",))
-    code, report = run(tmp_path, "--ops", "top_k")
-    assert code == 0
-    assert report["rows"] == []
-    assert [entry["reason"] for entry in report["unsupported"]] == ["ValueError: top_k takes no Tuesdays"]
+    monkeypatch.setattr(pallas_kernels, "top_k", refuse)
+    actual, report = run(tmp_path, "--ops", "top_k", "--implementations", "xla")
+    assert actual == code
+    assert [entry["reason"] for entry in report[kind]] == [f"ValueError: {message}"]
+    assert not report["rows"]
 
 
 def test_full_size_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +96,8 @@ def test_full_size_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_program_hands_on_what_it_donates() -> None:
     layers: list[tuple[Any, ...]] = [(jax.numpy.zeros(3), jax.numpy.ones(3)), (jax.numpy.ones(3), jax.numpy.ones(3))]
-    program = Program(lambda total, x: (total + x, 2 * x), layers[0], donates=True)
+    with ThreadPoolExecutor() as pool:
+        program = Program(lambda total, x: (total + x, 2 * x), layers[0], pool, donates=True)
     results = [program(layers), program(layers)]
     np.testing.assert_array_equal([layer[0] for layer in layers], [[2, 2, 2], [3, 3, 3]])
     np.testing.assert_array_equal(results[1], np.full((2, 3), 2))

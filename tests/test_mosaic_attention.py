@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_cases import ancestors_of, random_tree
 
 from pallas_kernels import Prefix, mosaic_attention, reference
+from pallas_kernels.mosaic_attention_parts import Tuning
 
 INTERPRETED = plgpu.InterpretGPUParams()
 
@@ -36,8 +37,8 @@ class Shape(NamedTuple):
 SHAPES = [
     Shape(1, 1, 6, 256, 304, (257, 30)),
     Shape(5, 2, 3, 64, 304, (200,)),
-    Shape(64, 1, 2, 128, 512, (400,)),
-    Shape(11, 1, 6, 128, 400, (400, 0), window=100),
+    Shape(64, 1, 2, 128, 264, (200,)),
+    Shape(11, 1, 6, 128, 264, (264, 0), window=100),
     Shape(64, 1, 2, 256, 256, (133,)),
     Shape(3, 1, 1, 128, 24, (7,)),
     Shape(100, 1, 1, 64, 264, (264,)),
@@ -101,6 +102,15 @@ def test_interpreted_it_is_the_oracle(shape: Shape) -> None:
     assert relative_error(run(*case[:4], prefix=case.prefix), expected(case, shape.window)) < 2.5e-3
 
 
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_tiles_pass_through_few_slots(nodes: int) -> None:
+    """Every slot is filled several times."""
+    case = make_case(Shape(nodes, 1, 2, 64, 512, (511,)))
+    tuning = Tuning(warpgroups=1 if nodes == 1 else 2, tile=64, slots=3)
+    run = functools.partial(mosaic_attention.tree_attention, interpret=INTERPRETED, tuning=tuning, splits=1)
+    assert relative_error(run(*case[:4], prefix=case.prefix), expected(case, 0)) < 2.5e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [3, None])
 @pytest.mark.parametrize(
@@ -152,6 +162,6 @@ def test_what_it_cannot_take_is_named(change: dict[str, int], named: str) -> Non
     shape = Shape(5, 2, 3, 64, 304, (200,))
     case = make_case(shape._replace(**{k: v for k, v in change.items() if k != "query"}, lengths=(8,)))
     query = case.query.astype(change.get("query", jnp.bfloat16))
-    assert named in mosaic_attention.unsupported(query, case.key, case.value, case.prefix)
+    assert named in mosaic_attention.unsupported(query, *case[1:])
     case = make_case(shape)
-    assert mosaic_attention.unsupported(*case[:3], case.prefix) is None
+    assert mosaic_attention.unsupported(*case) is None

@@ -88,8 +88,9 @@ def make_case(shape: Shape, counts: list[int], seed: int = 0) -> Case:
 
 
 def expected_state(case: Case, layer: int) -> np.ndarray:
-    operands = (np.asarray(x[layer], np.float64) for x in case[:4])
-    return reference.gdn_commit(*operands, np.asarray(case.path), np.asarray(case.count))
+    states, keys, updates, path_decays = ((np.asarray(x[layer], np.float64),) for x in case[:4])
+    path, count = np.asarray(case.path), np.asarray(case.count)
+    return reference.commit_states(states, keys, updates, path_decays, path, count)[0]
 
 
 def relative_error(actual: jax.Array, expected: np.ndarray) -> float:
@@ -115,7 +116,7 @@ def test_extreme_decays_stay_finite(mode: str) -> None:
     case = make_case(SHAPES["small heads"], [8])
     decays = tuple(-88.0 * jnp.arange(1.0, 13.0)[:, None] * jnp.asarray([1.0, 0.0]) + 0 * x for x in case.path_decays)
     case = case._replace(path_decays=decays)
-    state = mosaic_commit.gdn_commit(*(x[0] for x in case[:4]), case.path, case.count, interpret=simulation(mode))
+    (state,) = mosaic_commit.commit_states(*case, interpret=simulation(mode))
     assert relative_error(state, expected_state(case, 0)) < 1e-6
 
 
@@ -166,7 +167,12 @@ def test_folds_do_not_drift(mode: str) -> None:
     nodes, width = 63, 64
     noise, bounds = np.array([0.0, 5e-4])[:, None, None, None], (1e-5, 5e-3)
     ancestors = np.tril(np.ones((2, nodes, nodes), bool))
-    commit = jax.jit(functools.partial(mosaic_commit.gdn_commit, interpret=simulation(mode)))
+
+    @jax.jit
+    def commit(state: jax.Array, key: jax.Array, update: jax.Array, path_decay: jax.Array) -> jax.Array:
+        layers = ((x,) for x in (state, key, update, path_decay))
+        return mosaic_commit.commit_states(*layers, path=path, count=count, interpret=simulation(mode))[0]
+
     path, count = jnp.tile(jnp.arange(nodes), (2, 1)), jnp.asarray([nodes, nodes])
     exact, state = np.zeros((2, 1, width, width)), jnp.zeros((2, 1, width, width))
     for turn in range(32):
@@ -177,10 +183,12 @@ def test_folds_do_not_drift(mode: str) -> None:
         rows = (query, key, value, log_decay, beta)
         verified = xla.gdn_tree_verify(*map(jnp.asarray, (*rows, ancestors)), state)
         update = verified.update * jnp.asarray(1 + noise * rng.standard_normal(value.shape), jnp.float32)
-        fold = xla.gdn_commit if mode == "interpreted" and turn % 4 else commit  # the same sum, and 20 times as fast
-        state = fold(state, jnp.asarray(key, jnp.bfloat16), update, verified.path_decay, path, count)
-        wide = (x.astype(np.float64) for x in rows)
-        exact = reference.gdn_chunk(*wide, np.ones((2, nodes), bool), exact).state
+        simple = functools.partial(xla.gdn_commit, path=path, count=count)
+        fold = simple if mode == "interpreted" and turn % 4 else commit  # the same sum, and 20 times as fast
+        state = fold(state, jnp.asarray(rows[1], jnp.bfloat16), update, verified.path_decay)
+        query, key, value, log_decay, beta = (x.astype(np.float64) for x in rows)
+        valid = np.ones((2, nodes), bool)
+        exact = np.asarray(reference.gdn_chunk(query, key, value, log_decay, beta, valid, exact).state)
     for row, bound in enumerate(bounds):
         assert relative_error(state[row], exact[row]) < bound
 
@@ -226,6 +234,6 @@ def test_a_whole_model_is_one_launch() -> None:
 )
 def test_unsupported_operands_are_named(changed: dict, message: str) -> None:
     case = make_case(Shape(**changed), [1])
-    assert mosaic_commit.unsupported(*case[:4]) == message
+    assert mosaic_commit.unsupported(*case) == message
     with pytest.raises(ValueError, match=message):
         mosaic_commit.commit_states(*case)
