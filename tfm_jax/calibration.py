@@ -21,7 +21,7 @@ from tfm_jax.request import Options
 from tfm_jax.runtime import device_name
 from tfm_jax.state import DecodeState, Ledger
 
-_ROUNDS_PER_CALL = 16  # as `Engine.generate` does, many rounds run without the host
+_ROUNDS_PER_CALL = 17  # many rounds run without the host, as in `Engine.generate`
 _DEAR = 1e6  # tokens' worth of a choice that is not to be made; far above what a round can emit
 
 
@@ -34,7 +34,7 @@ def measure_costs(
     rounds: int = 80,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Costs:
-    """Seconds of a round of one prompt: medians of calls of 16 rounds that begin after the same context.
+    """Seconds of a round of one prompt: medians of calls of 17 rounds less those of one.
 
     The kinds of rounds take turns, so that a change of the machine's speed meets them all. For the budget "auto" they
     are those of its own program, held to one choice: each budget with all steps of the Weaver, and the smallest with as
@@ -73,7 +73,7 @@ def measure_costs(
     if spared:
         held.append(_hold(len(ordered), 0, left_out=spared))
     states += [dataclasses.replace(auto, ledger=ledger) for ledger in held]
-    seconds = _time_rounds(engine, states, most, -(-rounds // _ROUNDS_PER_CALL), progress)
+    seconds = _time_rounds(engine, states, most, -(-rounds // (_ROUNDS_PER_CALL - 1)), progress)
     fixed, chosen = seconds[: len(ordered)], seconds[len(ordered) : 2 * len(ordered)]
     step = max(chosen[0] - seconds[-1], 0.0) / spared if spared else 0.0
     return Costs(ordered, tuple(chosen), step, tuple(fixed), known, device, engine.dtype.name, context)
@@ -93,15 +93,20 @@ def _hold(budgets: int, choice: int, left_out: int = 0) -> Ledger:
 def _time_rounds(
     engine: Engine, states: Sequence[DecodeState], limit: int, calls: int, progress: Callable[[int, int], None]
 ) -> list[float]:
-    """Median seconds of a round from each state."""
+    """Median seconds of a round from each state; what a call takes beside its rounds is left out."""
     run = jax.jit(run_rounds, donate_argnames=("state", "transcript"))
-    times = np.empty((calls + 1, len(states)))
+
+    def time_call(state: DecodeState, rounds: int) -> float:
+        fresh = jax.tree.map(jnp.copy, state)
+        arguments = jax.block_until_ready((fresh, start_transcript(fresh, limit), jnp.int32(rounds)))
+        start = time.perf_counter()
+        jax.block_until_ready(run(engine.params, *arguments))
+        return time.perf_counter() - start
+
+    times = np.empty((calls + 1, 2, len(states)))
     for turn in range(calls + 1):
         for kind, state in enumerate(states):
-            fresh = jax.tree.map(jnp.copy, state)
-            arguments = jax.block_until_ready((fresh, start_transcript(fresh, limit)))
-            start = time.perf_counter()
-            jax.block_until_ready(run(engine.params, *arguments, jnp.int32(_ROUNDS_PER_CALL)))
-            times[turn, kind] = (time.perf_counter() - start) / _ROUNDS_PER_CALL
+            times[turn, :, kind] = time_call(state, _ROUNDS_PER_CALL), time_call(state, 1)
         progress(turn + 1, calls + 1)
-    return np.median(times[1:], axis=0).tolist()
+    many, one = np.median(times[1:], axis=0)
+    return ((many - one) / (_ROUNDS_PER_CALL - 1)).tolist()

@@ -99,7 +99,7 @@ class Calibrate:
     context: int = 512
     """Tokens before the timed rounds."""
     rounds: int = 80
-    """Timed rounds of each kind; the median of calls of 16 counts."""
+    """Timed rounds of each kind, 16 in a row; the median counts."""
     dtype: Annotated[Literal["float32", "bfloat16"] | None, tyro.conf.arg(metavar="{float32,bfloat16}")] = None
     """Compute dtype; by default float32 on a CPU and bfloat16 on a GPU."""
     output: _File = None
