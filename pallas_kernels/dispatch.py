@@ -60,6 +60,7 @@ _FORMS: dict[str, dict[str, _Form]] = {  # the fastest first
     "top_k": {"triton": _Form("triton_top_k"), "xla": _Form("xla_top_k"), "reference": _REFERENCE},
 }
 _GPU_FORMS = ("mosaic", "triton")
+_FEW_NODES = 16  # up to which the Triton form of tree verification is faster (benchmarks/kernels-h200.json)
 _log = logging.getLogger("pallas_kernels")
 
 
@@ -102,6 +103,8 @@ def call(op: str, implementation: str, *arrays: Any, precision: str | None = Non
     if implementation == "xla":
         return slow(*arrays)
     wanted = [form for form in forms if form in _GPU_FORMS and implementation in ("auto", form)]
+    if op == "gdn_tree_verify" and arrays[0].shape[1] <= _FEW_NODES:
+        wanted.reverse()
     reasons = []
     for form in wanted:
         reason = _device_lacks(form) or _check(op, form)(*arrays, **options)

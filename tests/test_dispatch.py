@@ -18,9 +18,9 @@ OPERATIONS = tuple(dispatch._FORMS)  # noqa: SLF001 - the table is what is teste
 ON_GPU = ("mosaic", "triton")
 
 
-def case() -> list[jax.Array]:
+def case(nodes: int = 17) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [to_device(x) for x in make_case(rng, random_tree(rng, 5))]
+    return [to_device(x) for x in make_case(rng, random_tree(rng, nodes))]
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -43,10 +43,11 @@ def test_auto_says_once_what_runs_and_why(caplog: pytest.LogCaptureFixture, monk
     dispatch._say_once.cache_clear()  # noqa: SLF001
     monkeypatch.setattr(dispatch, "_device_lacks", lambda form: f"there is no {form} here")
     with caplog.at_level(logging.INFO, "pallas_kernels"):
-        for _ in range(2):
-            pallas_kernels.gdn_tree_verify(*case())
+        for nodes in (17, 17, 16):
+            pallas_kernels.gdn_tree_verify(*case(nodes))
     assert [record.getMessage() for record in caplog.records] == [
-        "gdn_tree_verify runs as xla (mosaic: there is no mosaic here; triton: there is no triton here)"
+        "gdn_tree_verify runs as xla (mosaic: there is no mosaic here; triton: there is no triton here)",
+        "gdn_tree_verify runs as xla (triton: there is no triton here; mosaic: there is no mosaic here)",  # few nodes
     ]
 
 
