@@ -2,6 +2,8 @@
 
 - "reference": token-by-token loops in numpy, slow by design, not traceable; the oracle of the tests.
 - "xla": jnp; runs and trains on every device.
+- "mosaic": Pallas, for Hopper GPUs. "triton": for NVIDIA GPUs since Ampere, with jax-triton. Some operations have both,
+  some one, some none.
 - "auto": the fastest form that takes the arguments on this device; the logger "pallas_kernels" says once, at level
   INFO, which one that is and what kept faster ones off.
 
@@ -10,8 +12,8 @@ h // (value_heads / key_heads), query head h uses key/value head h // (heads / k
 [batch, value_heads, key, value], key axis first. Nodes are in topological order: a parent's index is smaller than its
 children's, and node 0 is the root.
 
-Arithmetic. The gated delta rule is computed in float32 whatever the dtype of the inputs, its matrix products without
-tf32; with `precision="default"` a form for GPUs may err by 5e-4 of the norm of the result, with "highest" by 5e-6.
+Arithmetic. The gated delta rule is computed in float32 whatever the dtype of the inputs, its matrix products never in
+plain tf32; with `precision="default"` a form for GPUs may err by 5e-4 of the result's norm, with "highest" by 5e-6.
 Attention multiplies in its inputs' dtype, and accumulates and normalises in float32.
 
 The gated delta rule, per value head, with q and k l2-normalised here and q multiplied by key^-0.5:
@@ -40,26 +42,12 @@ __all__ = [
     "gdn_chunk",
     "gdn_tree_verify",
     "implementations",
-    "l2_normalise",
     "take_nodes",
     "top_k",
     "tree_attention",
     "tree_conv",
     "write_rows",
 ]
-
-
-def l2_normalise(x: Float[Array, "... key"], *, implementation: Implementation = "auto") -> Float[Array, "... key"]:
-    """Unit vectors along the last axis in float32, x · rsqrt(Σ x² + 1e-6).
-
-    Args:
-        x: vectors of any length.
-        implementation: see the module.
-
-    Raises:
-        ValueError: unknown implementation.
-    """
-    return call("l2_normalise", implementation, x)
 
 
 def gdn_tree_verify(
@@ -82,8 +70,9 @@ def gdn_tree_verify(
         value: values.
         log_decay: g ≤ 0, natural logarithm of the decay.
         beta: write strengths in [0, 1].
-        ancestors: row i is true at i and at its ancestors. A row that holds only itself, or nothing, belongs to an
-            unused node: its outputs are finite and mean nothing, and no other node sees it.
+        ancestors: row i is true at i and at its ancestors. A row after the root's that holds only itself, or nothing,
+            belongs to an unused node: its outputs are finite and mean nothing, and no other node sees it. Its operands
+            must be finite.
         state: committed state, in which the root is not yet.
         implementation: see the module.
         precision: see the module.
@@ -120,7 +109,7 @@ def commit_states(
         updates: per layer, the updates that verification returned.
         path_decays: per layer, the path decays that it returned.
         path: node indices, root first; entries at and beyond `count` are ignored.
-        count: accepted nodes; a row with 0 gets its states back bit for bit.
+        count: accepted nodes, at most `steps`; a row with 0 gets its states back bit for bit.
         implementation: see the module.
 
     Raises:
@@ -158,7 +147,7 @@ def commit_rows(
         rows: per cache, the nodes' rows.
         lengths: row of the caches that the root goes to; rows beyond the capacity fall on the last one.
         path: node indices, root first; entries at and beyond `count` are ignored.
-        count: accepted nodes; a row with 0 keeps everything bit for bit.
+        count: accepted nodes, at most `steps`; a row with 0 keeps everything bit for bit.
         implementation: see the module.
 
     Returns:
@@ -171,9 +160,16 @@ def commit_rows(
     for window, channels in zip(windows, inputs, strict=True):
         _check_shape("window", window, (batch, *window.shape[1:2], channels.shape[2]), "batch, window, channels")
         _check_shape("inputs", channels, (batch, nodes, channels.shape[2]), "batch, nodes, channels")
+        if window.shape[1] > taps.shape[2]:
+            message = f"a window of {window.shape[1]} rows needs as many taps a node, not {taps.shape[2]}"
+            raise ValueError(message)
     for cache, new in zip(caches, rows, strict=True):
+        _check_shape("cache", cache, (batch, *cache.shape[1:]), "batch, kv_heads, capacity, head")
         _check_shape("rows", new, (batch, nodes, cache.shape[1], cache.shape[3]), "batch, nodes, kv_heads, head")
+    _check_shape("lengths", lengths, (batch,), "batch")
     _check_path(path, count, batch)
+    if not windows and not caches:
+        return (), ()
     return call("commit_rows", implementation, windows, inputs, taps, caches, rows, lengths, path, count)
 
 
@@ -275,6 +271,9 @@ def tree_attention(
     """
     batch, nodes, heads, head = query.shape
     kv_heads = key.shape[2]
+    if 0 in query.shape or not kv_heads:
+        message = f"there is nothing to attend with: query has shape {query.shape}, key {key.shape}"
+        raise ValueError(message)
     if heads % kv_heads:
         message = f"{heads} query heads do not divide among {kv_heads} key/value heads"
         raise ValueError(message)
@@ -325,6 +324,9 @@ def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> N
 
 
 def _check_heads(query: Array, key: Array, value: Array) -> None:
+    if 0 in query.shape or 0 in value.shape:
+        message = f"there is nothing to compute: query has shape {query.shape}, value {value.shape}"
+        raise ValueError(message)
     _check_shape("query", query, key.shape, "batch, nodes, key_heads, key")
     _check_shape("value", value, (*key.shape[:2], *value.shape[2:4]), "batch, nodes, value_heads, value")
     if value.shape[2] % key.shape[2]:

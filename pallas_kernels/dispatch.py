@@ -35,8 +35,7 @@ class _Form(NamedTuple):
 
 _REFERENCE = _Form("reference")
 _XLA = _Form("xla")
-_FORMS: dict[str, dict[str, _Form]] = {  # the fastest first
-    "l2_normalise": {"xla": _XLA, "reference": _REFERENCE},
+_FORMS: dict[str, dict[str, _Form]] = {  # the fastest first (but for small trees: `call`)
     "gdn_tree_verify": {
         "mosaic": _Form("mosaic_gdn"),
         "triton": _Form("triton_gdn"),
@@ -60,6 +59,7 @@ _FORMS: dict[str, dict[str, _Form]] = {  # the fastest first
     "top_k": {"triton": _Form("triton_top_k"), "xla": _Form("xla_top_k"), "reference": _REFERENCE},
 }
 _GPU_FORMS = ("mosaic", "triton")
+_OLDEST_TRITON = 8  # compute capability of Ampere, the first with products of bfloat16
 _FEW_NODES = 16  # up to which the Triton form of tree verification is faster (benchmarks/kernels-h200.json)
 _log = logging.getLogger("pallas_kernels")
 
@@ -71,7 +71,7 @@ def implementations(op: str) -> tuple[str, ...]:
 
 def default_implementation() -> str:
     """The form that "auto" prefers on this device; arguments that it cannot take fall back to a slower one."""
-    return next((form for form in _GPU_FORMS if _device_lacks(form) is None), "xla")
+    return next((form for form in _GPU_FORMS if device_lacks(form) is None), "xla")
 
 
 def call(op: str, implementation: str, *arrays: Any, precision: str | None = None, **options: Any) -> Any:  # noqa: ANN401
@@ -107,10 +107,10 @@ def call(op: str, implementation: str, *arrays: Any, precision: str | None = Non
         wanted.reverse()
     reasons = []
     for form in wanted:
-        reason = _device_lacks(form) or _check(op, form)(*arrays, **options)
+        chosen = options if precision is None else {**options, "precision": precision}
+        reason = device_lacks(form) or _check(op, form)(*arrays, **chosen)
         if reason is None:
             _say_once(op, form, "")
-            chosen = options if precision is None else {**options, "precision": precision}
             return _with_gradients(functools.partial(_function(op, form), **chosen), slow)(*arrays)
         reasons.append(f"{form}: {reason}")
     if implementation != "auto":
@@ -134,14 +134,18 @@ def _check(op: str, form: str) -> Callable:
 
 
 @functools.cache
-def _device_lacks(form: str) -> str | None:
+def device_lacks(form: str) -> str | None:
     """What keeps a form for GPUs off the default device, or nothing."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"it needs an NVIDIA GPU and this is a {device.platform.upper()}"
-    major = int(device.compute_capability.partition(".")[0])
-    if form == "mosaic" and major != 9:  # noqa: PLR2004 - its matrix instruction, wgmma, exists in 9.x alone
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    if not major.isdigit():
+        return f"it needs an NVIDIA GPU and this is a {device.device_kind}"
+    if form == "mosaic" and major != "9":  # its matrix instruction, wgmma, exists in 9.x alone
         return f"it needs a Hopper GPU (compute capability 9.x) and this one has {device.compute_capability}"
+    if form == "triton" and int(major) < _OLDEST_TRITON:
+        return f"it needs compute capability {_OLDEST_TRITON}.0 or newer and this GPU has {device.compute_capability}"
     if form == "triton" and importlib.util.find_spec("jax_triton") is None:
         return "jax-triton is not installed (pip install 'tfm-jax[cuda]')"
     return None

@@ -1,4 +1,4 @@
-"""The gated delta rule over a run of text as two Mosaic GPU kernels (Hopper and newer), in chunks of 64 tokens.
+"""The gated delta rule over a run of text as two Mosaic GPU kernels (Hopper), in chunks of 64 tokens.
 
 Notation as in `pallas_kernels.xla`, per value head and chunk: (I + A) U = β (V − e^G K S), O = e^G Q S + (D ∘ Q Kᵀ) U,
 S ← e^{G_last} S + Kᵀ (D_last U). The first kernel makes T = (I + A)⁻¹ diag(β) and M = D ∘ Q Kᵀ of all chunks in
@@ -59,6 +59,8 @@ def unsupported(
     beta: Array,  # noqa: ARG001
     valid: Array,  # noqa: ARG001
     state: Array,  # noqa: ARG001
+    *,
+    precision: Precision = "default",  # noqa: ARG001
 ) -> str | None:
     """Which argument `gdn_chunk` cannot take, in one sentence, or None."""
     for name, x in (("query", query), ("key", key), ("value", value)):

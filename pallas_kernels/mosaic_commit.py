@@ -1,4 +1,4 @@
-"""Commit of an accepted path into the caches of all layers, in place, as two Mosaic GPU kernels (Hopper and newer).
+"""Commit of an accepted path into the caches of all layers, in place, as two Mosaic GPU kernels (Hopper).
 
 `commit_states` advances the recurrent states: S ← e^{G_leaf} S + Σ_j e^{G_leaf − G_j} k_j u_jᵀ along the path, the keys
 normalised here, all in float32 FMA. It reads and writes every state once, and hardly anything else: the device's copy

@@ -1,4 +1,4 @@
-"""Verification of a tree by the gated delta rule as one Mosaic GPU kernel (Hopper and newer).
+"""Verification of a tree by the gated delta rule as one Mosaic GPU kernel (Hopper).
 
 Algebra, in the notation of `pallas_kernels.xla`, for one value head and a tile of up to 64 nodes:
 (I + A) U = β (V − e^G K S), O = e^G Q S + M U, with A and M the decayed Gram matrices K Kᵀ and Q Kᵀ below and on the
@@ -51,7 +51,15 @@ RING_SLOTS = (4, 3, 2)
 
 
 def unsupported(
-    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, ancestors: Array, state: Array
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array,
+    ancestors: Array,
+    state: Array,
+    *,
+    precision: Precision = "default",
 ) -> str | None:
     """Which argument this kernel cannot take and why, None if it can take all; shapes must fit each other already."""
     for name, x, dtype in (
@@ -74,6 +82,9 @@ def unsupported(
     for name, size in (("key", key_dim), ("value", value_dim)):
         if size not in HEAD_DIMS:
             return f"{name} has head dimension {size}, the Mosaic kernel takes {HEAD_DIMS}"
+    padded = _round_up(nodes, TILE_ROWS if nodes > TILE_ROWS else NODE_MULTIPLE)
+    if _find_plan(nodes, padded, heads // key_heads, key_dim, num_parts(precision), interpret=False) is None:
+        return f"ancestors has {nodes} nodes, whose buffers do not fit into shared memory with precision {precision!r}"
     return None
 
 
@@ -146,7 +157,11 @@ def _verify(
     if nodes > TILE_ROWS:
         log_decay, beta = (_pad_nodes(x, TILE_ROWS) for x in (log_decay, beta))
     batch, _, heads, value_dim = value.shape
-    plan = _make_plan(nodes, key, value, num_parts(precision), interpret=interpret is not None)
+    group, parts = heads // key.shape[2], num_parts(precision)
+    plan = _find_plan(nodes, key.shape[1], group, key.shape[3], parts, interpret=interpret is not None)
+    if plan is None:
+        message = f"the buffers of {nodes} nodes do not fit into shared memory with precision {precision!r}"
+        raise ValueError(message)
     wide = jax.ShapeDtypeStruct(value.shape, F32)
     call = plgpu.kernel(
         functools.partial(kernel, plan=plan),
@@ -169,13 +184,11 @@ def _verify(
 _verify_jitted = jax.jit(_verify, static_argnames="precision")
 
 
-def _make_plan(given: int, key: Array, value: Array, parts: int, *, interpret: bool) -> Plan:
-    """The widest slice of the value dimension, then the longest ring, whose buffers fit."""
-    nodes, key_heads, key_dim = key.shape[1:]
-    group = value.shape[2] // key_heads
+def _find_plan(given: int, nodes: int, group: int, key_dim: int, parts: int, *, interpret: bool) -> Plan | None:
+    """The widest slice of the value dimension, then the longest ring, whose buffers fit, if any do."""
     sizes = itertools.product(VALUE_BLOCKS, RING_SLOTS)
-    plans = [Plan(given, nodes, group, key_dim, *size, parts, interpret) for size in sizes]
-    return next(plan for plan in plans if plan.bytes() <= SMEM_BYTES)
+    plans = (Plan(given, nodes, group, key_dim, *size, parts, interpret) for size in sizes)
+    return next((plan for plan in plans if plan.bytes() <= SMEM_BYTES), None)
 
 
 def _round_up(nodes: int, multiple: int) -> int:

@@ -67,7 +67,6 @@ def tree_attention(
     prefix: Prefix | None,
     *,
     window: int = 0,
-    tuning: Tuning | None = None,
 ) -> Float[Array, "batch nodes heads head"]:
     """See `pallas_kernels.tree_attention`; the arguments must be ones that `unsupported` has nothing against."""
     import jax_triton  # pyrefly: ignore[missing-import]
@@ -82,7 +81,7 @@ def tree_attention(
         prefix = Prefix(nothing, nothing, jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, nodes), jnp.int32))
     capacity = prefix.keys.shape[2]
     total = nodes * sizes["group"]
-    tuning = tuning or _tune(batch * kv_heads, total, head, capacity, query.dtype.itemsize)
+    tuning = _tune(batch * kv_heads, total, head, capacity, query.dtype.itemsize)
     rows = tuning.rows
     shares = max(1, min(tuning.shares, -(-capacity // tuning.block)))
     parts = (batch * kv_heads, shares + 1, total)

@@ -18,13 +18,7 @@ MAX_NODES = 256
 _DTYPES = ("bfloat16", "float32")
 _WIDTHS = (16, 32, 64, 128)
 _SMALLEST_TILE, _LARGEST_TILE = 16, 64
-
-
-class Tuning(NamedTuple):
-    """What may differ between devices without changing the result."""
-
-    block: int = 64  # value columns a program
-    warps: int = 4
+_BLOCK, _WARPS = 64, 4  # value columns a program, and its warps: the fastest on an H200 (docs/kernels.md)
 
 
 class _Digits(NamedTuple):
@@ -45,6 +39,8 @@ def unsupported(
     beta: Float[Array, "batch nodes value_heads"],  # noqa: ARG001
     ancestors: Bool[Array, "batch nodes nodes"],  # noqa: ARG001
     state: Float[Array, "batch value_heads key value"],  # noqa: ARG001
+    *,
+    precision: str = "default",  # noqa: ARG001
 ) -> str | None:
     """What keeps these arguments from `gdn_tree_verify`, in one sentence, or nothing."""
     nodes = query.shape[1]
@@ -67,17 +63,15 @@ def gdn_tree_verify(
     state: Float[Array, "batch value_heads key value"],
     *,
     precision: str = "default",
-    tuning: Tuning | None = None,
 ) -> GdnTreeResult:
     """See `pallas_kernels.gdn_tree_verify`; the arguments must be ones that `unsupported` has nothing against."""
     import jax_triton  # pyrefly: ignore[missing-import]
 
     from pallas_kernels.triton_gdn_kernel import verify_tree
 
-    tuning = tuning or Tuning()
     batch, nodes, key_heads, key_size = query.shape
     value_heads, value_size = value.shape[2:]
-    block = min(tuning.block, value_size)
+    block = min(_BLOCK, value_size)
     tile = min(max(1 << (nodes - 1).bit_length(), _SMALLEST_TILE), _LARGEST_TILE)
     vectors = jax.ShapeDtypeStruct(value.shape, jnp.float32)
     gates = jax.ShapeDtypeStruct(log_decay.shape, jnp.float32)
@@ -93,7 +87,7 @@ def gdn_tree_verify(
         out_shape=(vectors, vectors, gates),
         grid=(value_size // block, value_heads, batch),
         name="gdn_tree_verify",
-        num_warps=tuning.warps,
+        num_warps=_WARPS,
         num_stages=1,  # loops here are short, and U is read where it was written
         nodes=nodes,
         key_heads=key_heads,

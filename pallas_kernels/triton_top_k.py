@@ -23,6 +23,11 @@ from jaxtyping import Array, Float
 GROUPS = 4096
 CANDIDATES = 2048
 MAX_K = 1024
+SLAB = 256  # groups a program of the first kernel
+PARTS = 31  # programs a row of the second kernel
+TILE = 8192  # elements that one of them tests at once
+BOUND_BITS = 20  # upper bits of the bound
+RANK_ROWS = 16  # candidates a program of the third kernel
 COUNTER_STRIDE = 32  # a cache line each: atomics on one line wait for each other
 
 
@@ -33,35 +38,26 @@ def unsupported(logits: Array, *, k: int) -> str | None:
         return f"k is {k}, above {MAX_K}"
     if not GROUPS <= vocab < 2**30:
         return f"rows of {vocab} logits, expected {GROUPS} to 2^30 - 1"
-    return None if len(logits) else "no rows"
+    if not 0 < len(logits) * vocab < 2**31:
+        return f"{len(logits)} rows of {vocab} logits, expected 1 to 2^31 - 1 logits in all"
+    return None
 
 
 def top_k(
     logits: Float[Array, "rows vocab"],
     *,
     k: int,
-    slab: int = 256,
-    parts: int = 31,
-    tile: int = 8192,
-    bits: int = 20,
-    rank_rows: int = 16,
 ) -> tuple[Array, Array]:
     """Values and ids of the `k` largest elements of every row, best first; under `jax.vmap` all rows in one call.
 
     Args:
         logits: float32 or bfloat16.
         k: at most 1024.
-        slab: groups per program of the first kernel.
-        parts: programs per row of the second kernel.
-        tile: elements that one of them tests at once.
-        bits: upper bits of the bound.
-        rank_rows: candidates per program of the third kernel.
     """
-    sizes = {"k": k, "slab": slab, "parts": parts, "tile": tile, "bits": bits, "rank_rows": rank_rows}
 
     @jax.custom_batching.custom_vmap
     def select(logits: Array) -> tuple[Array, Array]:
-        return _call_kernels(logits, **sizes)
+        return _call_kernels(logits, k)
 
     @select.def_vmap
     def select_batch(size: int, _: list[bool], logits: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
@@ -72,9 +68,7 @@ def top_k(
     return select(logits)
 
 
-def _call_kernels(
-    logits: Array, *, k: int, slab: int, parts: int, tile: int, bits: int, rank_rows: int
-) -> tuple[Array, Array]:
+def _call_kernels(logits: Array, k: int) -> tuple[Array, Array]:
     import jax_triton  # pyrefly: ignore[missing-import]
 
     from pallas_kernels.triton_top_k_kernel import filter_row, group_maxima, rank_candidates
@@ -86,11 +80,11 @@ def _call_kernels(
         logits,
         kernel=group_maxima,
         out_shape=(jax.ShapeDtypeStruct((rows, GROUPS), jnp.int32), count),
-        grid=(rows, GROUPS // slab),
+        grid=(rows, GROUPS // SLAB),
         num_warps=4,
         vocab=vocab,
         groups=GROUPS,
-        slab=slab,
+        slab=SLAB,
         depth=16,
         stride=COUNTER_STRIDE,
     )
@@ -101,15 +95,15 @@ def _call_kernels(
         kernel=filter_row,
         out_shape=(candidate, candidate, count),
         input_output_aliases={2: 2},
-        grid=(rows, parts),
+        grid=(rows, PARTS),
         num_warps=8,
         vocab=vocab,
         groups=GROUPS,
         k=k,
         capacity=CANDIDATES,
-        parts=parts,
-        tile=tile,
-        bits=bits,
+        parts=PARTS,
+        tile=TILE,
+        bits=BOUND_BITS,
         stride=COUNTER_STRIDE,
     )
     return jax_triton.triton_call(
@@ -125,12 +119,12 @@ def _call_kernels(
             candidate,
         ),
         input_output_aliases={2: 2, 3: 3},
-        grid=(rows, CANDIDATES // rank_rows),
+        grid=(rows, CANDIDATES // RANK_ROWS),
         num_warps=4,
         vocab=vocab,
         k=k,
         capacity=CANDIDATES,
-        own=rank_rows,
+        own=RANK_ROWS,
         chunk=128,
         tile=2048,
         stride=COUNTER_STRIDE,

@@ -6,12 +6,13 @@ The kernel is for batch 1 and a Weaver of generation w1 with one layer, in bfloa
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import device_lacks
 
 COLUMNS = 16  # of every matrix that a program owns; so a kernel has rank / 16 programs, one per multiprocessor
 PATH = 16  # slots on a path, the root's among them
@@ -76,7 +77,7 @@ def supports(
 
 def available() -> bool:
     """Whether this machine can run the kernel at all."""
-    return jax.default_backend() == "gpu" and importlib.util.find_spec("jax_triton") is not None
+    return device_lacks("triton") is None
 
 
 def grow(

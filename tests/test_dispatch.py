@@ -41,7 +41,7 @@ def test_forms_take_the_arguments_of_their_front_door(op: str) -> None:
 
 def test_auto_says_once_what_runs_and_why(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch._say_once.cache_clear()  # noqa: SLF001
-    monkeypatch.setattr(dispatch, "_device_lacks", lambda form: f"there is no {form} here")
+    monkeypatch.setattr(dispatch, "device_lacks", lambda form: f"there is no {form} here")
     with caplog.at_level(logging.INFO, "pallas_kernels"):
         for nodes in (17, 17, 16):
             pallas_kernels.gdn_tree_verify(*case(nodes))
@@ -53,10 +53,10 @@ def test_auto_says_once_what_runs_and_why(caplog: pytest.LogCaptureFixture, monk
 
 @pytest.mark.parametrize("form", ON_GPU)
 def test_a_form_that_cannot_run_names_one_that_can(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_device_lacks", lambda _: "it needs another GPU")
+    monkeypatch.setattr(dispatch, "device_lacks", lambda _: "it needs another GPU")
     with pytest.raises(ValueError, match=f"gdn_tree_verify cannot run as {form}: it needs another GPU; .*'xla'"):
         pallas_kernels.gdn_tree_verify(*case(), implementation=form)
-    monkeypatch.setattr(dispatch, "_device_lacks", lambda _: None)
+    monkeypatch.setattr(dispatch, "device_lacks", lambda _: None)
     _, key, *others = case()
     with pytest.raises(ValueError, match=f"gdn_tree_verify cannot run as {form}: .*; .*'xla'"):  # heads of 12
         pallas_kernels.gdn_tree_verify(

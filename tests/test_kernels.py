@@ -354,9 +354,10 @@ def test_conv_sums_bfloat16_inputs_in_float32(implementation: str) -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_implementation_is_refused_by_name() -> None:
-    with pytest.raises(REFUSALS, match="abacus"):
-        pallas_kernels.l2_normalise(jnp.ones((2, 4)), implementation="abacus")  # pyrefly: ignore[bad-argument-type]
+def test_no_nodes_are_refused() -> None:
+    operands = [to_device(x[:, :0]) for x in make_case(np.random.default_rng(0), chain(2)).rows]
+    with pytest.raises(ValueError, match="there is nothing to compute: query has shape"):
+        pallas_kernels.gdn_tree_verify(*operands, jnp.ones((1, 0, 0), bool), jnp.ones((1, 6, 16, 16)))
 
 
 def test_value_heads_that_key_heads_do_not_divide_are_refused() -> None:

@@ -176,3 +176,10 @@ def test_unsupported_shapes_are_named() -> None:
     assert "nodes" in (unsupported(*operands(0, chain(257))) or "")
     assert "key" in (unsupported(*operands(0, chain(4), key=32)) or "")
     assert unsupported(*operands(0, chain(256))) is None
+
+
+def test_what_does_not_fit_into_shared_memory_is_named() -> None:
+    arguments = operands(0, chain(256), key=128, value=128)
+    assert unsupported(*arguments, precision="default") is None
+    assert "256 nodes, whose buffers do not fit" in (unsupported(*arguments, precision="highest") or "")
+    assert unsupported(*operands(0, chain(192), key=128, value=128), precision="highest") is None

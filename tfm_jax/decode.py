@@ -214,7 +214,7 @@ def _worth_a_step(state: DecodeState, ledger: Ledger, _: Array, waiting: Float[A
 
 
 def _steps(plan: DecodePlan) -> int | None:
-    """Calls of the Weaver before pruning, as many as without it or as a spine needs; None prunes nothing."""
+    """Calls of the Weaver without guesses, as the reference makes them or a spine needs; None prunes nothing."""
     chain = min(plan.budget, plan.depth) if plan.tree.spine else 1
     steps = max(default_steps(plan.budget), chain)
     return steps if plan.tree.pruned or steps > default_steps(plan.budget) else None

@@ -61,7 +61,10 @@ class Schedule(NamedTuple):
 
 
 def pruned_schedule(budget: int) -> Schedule:
-    """Nine steps of four nodes and a guess behind each: as good as sixteen without guesses (`docs/trees.md`)."""
+    """Nine steps of four nodes (more above a budget of 64) and a guess behind each.
+
+    At budgets of 15, 31 and 63 as good as sixteen steps without guesses (`docs/trees.md`).
+    """
     return Schedule(min(max(4, default_width(budget)), budget), 9, 1)
 
 
@@ -232,7 +235,7 @@ def _waiting(growth: _Growth, made: Int[Array, ""], width: int) -> Float[Array, 
 def growth_stops(steps: int) -> range:
     """Numbers of calls after which `grow_while_worth` may end: the last is `steps`, the others lie two apart.
 
-    A GPU has to wait for each answer, which takes it about a third of a step's time.
+    A GPU has to wait for each answer, which takes it a quarter of a step's time.
     """
     return range((steps - 1) % STEPS_AT_ONCE + 1, steps + 1, STEPS_AT_ONCE)
 

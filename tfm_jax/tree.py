@@ -1,4 +1,4 @@
-"""Draft trees: three builders with fixed shapes, and the index tables that verification reads.
+"""Draft trees: two builders with fixed shapes, and the index tables that verification reads.
 
 Conventions. A tree has `budget + 1` slots; slot 0 is the root (the last emitted token, depth 0) and parents have
 smaller slots than their children. Row d of the candidates holds the possible children of depth-d nodes, the same set
