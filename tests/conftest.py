@@ -16,6 +16,18 @@ import pytest  # noqa: E402 - what it loads may import jax
 GOLDENS = ROOT / "tests" / "data" / "goldens"
 
 
+MOST_MAPPINGS = 30_000  # of the 65,530 that Linux allows a process; beyond these XLA crashes
+
+
+def pytest_runtest_teardown() -> None:
+    """Every program that XLA compiles for a CPU keeps a few memory mappings: drops them before there are too many."""
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None:
         import jax
