@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.constants import MIN_LOG_DECAY, NORM_EPS
 from pallas_kernels.mosaic_common import (
     BF16,
     COLS,
@@ -33,8 +34,6 @@ from pallas_kernels.mosaic_common import (
     tile,
 )
 
-MIN_LOG_DECAY = -88.0  # e^-88 is below the smallest normal float32: one such step forgets everything
-NORM_EPS = 1e-6
 DECAY_STEPS = 256.0  # in a unit of log2 of decay: 256 nodes of −127 stay below 2^24 steps
 WORD = 32  # nodes in a word of ancestors
 LAST_LEVELS = 3  # applied as factors, not inverted

@@ -27,22 +27,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.containers import Prefix
-from pallas_kernels.mosaic_attention_parts import (
-    BF16,
-    F32,
-    I32,
-    SAW_NOTHING,
-    TILE,
-    Operands,
-    Plan,
-    Tuning,
-    attend_in_parts,
-    round_up,
-)
+from pallas_kernels.mosaic_attention_parts import SAW_NOTHING, Operands, Plan, Tuning, attend_in_parts
+from pallas_kernels.mosaic_common import BF16, F32, I32, TILE_ROWS, WARPGROUP, round_up
 
 HEADS = (64, 128, 256)
 MAX_NODES = 256
-WARPGROUP = 128  # threads
 MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 ROUND_COST = 0.03  # start and end of a block, 6 µs, over its walk through a whole context of 8,192 rows
 
@@ -113,8 +102,8 @@ def tree_attention(
     batch, nodes, heads, head = query.shape
     kv_heads = key.shape[2]
     rows = nodes * (heads // kv_heads)
-    tuning = tuning or TUNING[head, rows <= TILE]
-    row_tiles = round_up(-(-rows // TILE), tuning.warpgroups)
+    tuning = tuning or TUNING[head, rows <= TILE_ROWS]
+    row_tiles = round_up(-(-rows // TILE_ROWS), tuning.warpgroups)
     blocks = batch * kv_heads * row_tiles // tuning.warpgroups
     tiles = -(-nodes // tuning.tile) + (0 if prefix is None else -(-prefix.keys.shape[2] // tuning.tile))
     plan = Plan(
@@ -141,7 +130,7 @@ def _best_splits(blocks: int) -> int:
 
 
 def _operands(plan: Plan, query: Array, key: Array, value: Array, mask: Array, prefix: Prefix | None) -> Operands:
-    rows, nodes = plan.row_tiles * TILE, plan.node_tiles * plan.tile
+    rows, nodes = plan.row_tiles * TILE_ROWS, plan.node_tiles * plan.tile
 
     def per_row(x: Array) -> Array:
         """Entries of nodes as entries of rows."""

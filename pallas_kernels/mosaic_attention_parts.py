@@ -16,10 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
-WGMMA = plgpu.Layout.WGMMA
-ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
-TILE = 64  # query rows of a warpgroup: WGMMA's M
+from pallas_kernels.mosaic_common import BF16, F32, I32, ROWS, TILE_ROWS, WGMMA, round_up
+
 TMA_ROWS = 8  # rows of a swizzled buffer come and go by eights
 # A score that may not be seen. Finite, so that the running maximum of a row that has seen nothing yet makes no NaN;
 # such a row sums weights of 1, which its first visible score multiplies by 0. A power of two, so that
@@ -56,12 +54,16 @@ class Plan(Tuning):
     @property
     def packed(self) -> bool:
         """Whether XLA packs a key/value head's rows as node * group + head; else a tile is 64 nodes of one head."""
-        return self.nodes % TILE != 0
+        return self.nodes % TILE_ROWS != 0
 
     @property
     def stored_rows(self) -> int:
         """Rows of a key/value head's results."""
-        return min(round_up(self.nodes * self.group, TMA_ROWS), TILE) if self.row_tiles == 1 else self.row_tiles * TILE
+        return (
+            min(round_up(self.nodes * self.group, TMA_ROWS), TILE_ROWS)
+            if self.row_tiles == 1
+            else self.row_tiles * TILE_ROWS
+        )
 
     @property
     def node_tiles(self) -> int:
@@ -71,11 +73,6 @@ class Plan(Tuning):
     def rows_in_memory(self, rows: int) -> int:
         """Rows to pad to: TMA fills with zeros what lies beyond fewer than 8 rows or a multiple of 8."""
         return rows if rows < TMA_ROWS else round_up(rows, TMA_ROWS)
-
-
-def round_up(x: int, multiple: int) -> int:
-    """The smallest multiple that is not smaller."""
-    return -(-x // multiple) * multiple
 
 
 class Operands(NamedTuple):
@@ -126,7 +123,7 @@ def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         _part_kernel(plan, Operands(**named), weighted_ref, stats_ref, _Scratch(**scratch))
 
     scratch = _Scratch(
-        rows=_swizzled((plan.warpgroups, TILE, plan.head)),
+        rows=_swizzled((plan.warpgroups, TILE_ROWS, plan.head)),
         ring=_swizzled((plan.slots, plan.tile, plan.head)),
         query_full=plgpu.Barrier(num_barriers=plan.warpgroups),
         full=plgpu.Barrier(num_barriers=plan.slots),
@@ -137,7 +134,7 @@ def attend_in_parts(plan: Plan, operands: Operands) -> tuple[Array, Array]:
         body,
         out_type=(
             jax.ShapeDtypeStruct((*parts, plan.stored_rows, plan.head), BF16),
-            jax.ShapeDtypeStruct((2, *parts, plan.row_tiles * TILE), F32),
+            jax.ShapeDtypeStruct((2, *parts, plan.row_tiles * TILE_ROWS), F32),
         ),
         scratch_types=scratch._asdict(),
         # Blocks that read the same part of the same key/value head run side by side and meet in the L2 cache.
@@ -307,7 +304,7 @@ class _Consumer:
             return scores_ref[...]
 
         # Without the barrier, arithmetic could be scheduled before the products are waited for.
-        scores = lax.optimization_barrier(pl.run_scoped(multiply, plgpu.ACC((TILE, self.plan.tile), F32)))
+        scores = lax.optimization_barrier(pl.run_scoped(multiply, plgpu.ACC((TILE_ROWS, self.plan.tile), F32)))
         plgpu.barrier_arrive(self.scratch.free.at[slot])
         return scores
 
@@ -333,23 +330,25 @@ def _query_rows(part: _Part) -> Any:
     """The 64 query rows of this warpgroup in memory."""
     plan, tile = part.plan, part.row_tile()
     if plan.packed:
-        return part.operands.query.at[part.batch, part.kv_head, pl.ds(tile * TILE, TILE)]
-    tiles = jnp.int32(plan.nodes // TILE)  # of a head
+        return part.operands.query.at[part.batch, part.kv_head, pl.ds(tile * TILE_ROWS, TILE_ROWS)]
+    tiles = jnp.int32(plan.nodes // TILE_ROWS)  # of a head
     head = part.kv_head * plan.group + jnp.minimum(lax.div(tile, tiles), plan.group - 1)
-    return part.operands.query.at[part.batch, pl.ds(lax.rem(tile, tiles) * TILE, TILE), head]
+    return part.operands.query.at[part.batch, pl.ds(lax.rem(tile, tiles) * TILE_ROWS, TILE_ROWS), head]
 
 
 def _table_rows(part: _Part) -> Any:
     """The same 64 rows of the mask and the positions."""
     tile = part.row_tile()
-    return pl.ds((tile if part.plan.packed else lax.rem(tile, jnp.int32(part.plan.nodes // TILE))) * TILE, TILE)
+    return pl.ds(
+        (tile if part.plan.packed else lax.rem(tile, jnp.int32(part.plan.nodes // TILE_ROWS))) * TILE_ROWS, TILE_ROWS
+    )
 
 
 def _empty(plan: Plan) -> Softmax:
     return Softmax(
-        plgpu.layout_cast(jnp.full((TILE,), MASKED, F32), ROWS),
-        plgpu.layout_cast(jnp.zeros((TILE,), F32), ROWS),
-        plgpu.layout_cast(jnp.zeros((TILE, plan.head), F32), WGMMA),
+        plgpu.layout_cast(jnp.full((TILE_ROWS,), MASKED, F32), ROWS),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS,), F32), ROWS),
+        plgpu.layout_cast(jnp.zeros((TILE_ROWS, plan.head), F32), WGMMA),
     )
 
 
@@ -392,11 +391,11 @@ def _clear_beyond_length(part: _Part, step: Array, values: Any) -> None:
 
     @pl.when(jnp.logical_not(part.is_node(step)) & (start + part.plan.tile > part.length))
     def _clear() -> None:
-        for row in range(0, part.plan.tile, TILE):
+        for row in range(0, part.plan.tile, TILE_ROWS):
             for column in range(0, part.plan.head, 64):
-                block = values.at[pl.ds(row, TILE), pl.ds(column, 64)]
+                block = values.at[pl.ds(row, TILE_ROWS), pl.ds(column, 64)]
                 x = plgpu.load(block, layout=WGMMA)
-                index = start + row + plgpu.broadcasted_iota(I32, (TILE, 64), 0, layout=WGMMA)
+                index = start + row + plgpu.broadcasted_iota(I32, (TILE_ROWS, 64), 0, layout=WGMMA)
                 block[...] = jnp.where(index < part.length, x, jnp.zeros_like(x))
         plgpu.commit_smem()
 
@@ -407,7 +406,7 @@ def _per_row(vector: Array, shape: tuple[int, ...]) -> Array:
 
 def _write(part: _Part, softmax: Softmax, weighted_ref: Any, stats_ref: Any, staging: Any) -> None:
     """Weighted values as float16 fractions of a row's largest, in half the bytes of float32, and the row's numbers."""
-    where, rows = (part.batch, part.kv_head, part.split), pl.ds(part.row_tile() * TILE, TILE)
+    where, rows = (part.batch, part.kv_head, part.split), pl.ds(part.row_tile() * TILE_ROWS, TILE_ROWS)
     peak = jnp.maximum(jnp.abs(softmax.weighted).max(axis=1), TINY)
     for i, vector in enumerate((softmax.largest + jnp.log(peak) * LOG2_E, softmax.weight / peak)):
         stats_ref[(i, *where, rows)] = vector
@@ -416,7 +415,7 @@ def _write(part: _Part, softmax: Softmax, weighted_ref: Any, stats_ref: Any, sta
         fractions.astype(jnp.float16), BF16
     )  # the buffer of the queries is bfloat16
     plgpu.commit_smem()
-    stored = min(part.plan.stored_rows, TILE)
+    stored = min(part.plan.stored_rows, TILE_ROWS)
     target = weighted_ref.at[(*where, pl.ds(part.row_tile() * stored, stored))]
     plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, stored)], target)
     plgpu.wait_smem_to_gmem(0)

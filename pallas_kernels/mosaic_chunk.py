@@ -21,7 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.constants import MIN_LOG_DECAY, NORM_EPS
 from pallas_kernels.containers import GdnChunkResult
+from pallas_kernels.dispatch import Precision
 from pallas_kernels.mosaic_common import (
     BF16,
     COLS,
@@ -29,7 +31,6 @@ from pallas_kernels.mosaic_common import (
     I32,
     ROWS,
     WGMMA,
-    Precision,
     Ref,
     cols,
     dot,
@@ -44,8 +45,6 @@ from pallas_kernels.mosaic_common import (
 )
 
 CHUNK = 64
-MIN_LOG_DECAY = -88.0
-NORM_EPS = 1e-6
 VALUE_BLOCK = 64  # columns of the state per block of the second kernel
 SCALES = 4  # vectors that the first kernel leaves for the second, see `_block_kernel`
 STEPS = 512.0  # decays are summed as multiples of 1/512, which is exact, plus the rest, which is small

@@ -25,6 +25,8 @@ from jax.experimental.mosaic.gpu.utils import arith, ir, memref
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.constants import NORM_EPS
+
 type Ref = Any  # memory or a view of it, for which jax has no public name
 type Layout = Any  # the same of layouts with parameters
 type Context = Any
@@ -35,7 +37,6 @@ __all__ = ["commit_rows", "commit_states", "unsupported", "unsupported_rows"]
 TILE = 128 * 128  # most elements of a state per block: 128 registers a thread
 STEPS = 8  # path nodes in flight at a time
 ROW_STEPS = 16  # the same of K/V rows
-NORM_EPS = 1e-6
 LANE_COLUMNS = 128  # float32 columns that the 32 lanes of a warp cover with 16 bytes each
 NORM_TILE = 8  # rows of the tile whose row sums are the squared norm of a key, each of them
 SCALAR = plgpu.Layout.WG_SPLAT(())

@@ -12,13 +12,15 @@ The interpreter is more permissive than the GPU lowering (it knows any numpy ope
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +33,11 @@ ROWS = WGMMA.reduce(1)  # one value per row of a WGMMA tile
 COLS = WGMMA.reduce(0)  # one value per column
 
 type Ref = Any  # memory or a view of it, for which jax has no public name
-type Precision = Literal["default", "highest"]
+
+
+def round_up(x: int, multiple: int) -> int:
+    """The smallest multiple that is not below x."""
+    return -(-x // multiple) * multiple
 
 
 def num_parts(precision: Precision) -> int:

@@ -39,7 +39,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels._mosaic_gdn_body import WORD, Plan, kernel
 from pallas_kernels.containers import GdnTreeResult
-from pallas_kernels.mosaic_common import BF16, F32, I32, TILE_ROWS, Precision, num_parts
+from pallas_kernels.dispatch import Precision
+from pallas_kernels.mosaic_common import BF16, F32, I32, TILE_ROWS, num_parts, round_up
 
 MAX_NODES = 256
 MAX_RATIO = 4  # value heads a key head
@@ -82,7 +83,7 @@ def unsupported(
     for name, size in (("key", key_dim), ("value", value_dim)):
         if size not in HEAD_DIMS:
             return f"{name} has head dimension {size}, the Mosaic kernel takes {HEAD_DIMS}"
-    padded = _round_up(nodes, TILE_ROWS if nodes > TILE_ROWS else NODE_MULTIPLE)
+    padded = round_up(nodes, TILE_ROWS if nodes > TILE_ROWS else NODE_MULTIPLE)
     if _find_plan(nodes, padded, heads // key_heads, key_dim, num_parts(precision), interpret=False) is None:
         return f"ancestors has {nodes} nodes, whose buffers do not fit into shared memory with precision {precision!r}"
     return None
@@ -95,7 +96,7 @@ def pack_ancestors(ancestors: Bool[Array, "batch nodes nodes"]) -> Int[Array, "b
     of the whole tree, log2 of its depth. Layers that share `ancestors` in a program share this.
     """
     batch, nodes, _ = ancestors.shape
-    padded = _round_up(nodes, TILE_ROWS)
+    padded = round_up(nodes, TILE_ROWS)
     bits = jnp.pad(ancestors, [(0, 0), (0, padded - nodes), (0, padded - nodes)])
     shifts = jnp.arange(WORD, dtype=jnp.uint32)
     words = jnp.sum(bits.reshape(batch, padded, -1, WORD).astype(jnp.uint32) << shifts, axis=-1, dtype=jnp.uint32)
@@ -191,10 +192,6 @@ def _find_plan(given: int, nodes: int, group: int, key_dim: int, parts: int, *, 
     return next((plan for plan in plans if plan.bytes() <= SMEM_BYTES), None)
 
 
-def _round_up(nodes: int, multiple: int) -> int:
-    return -(-nodes // multiple) * multiple
-
-
 def _pad_nodes(x: Array, multiple: int) -> Array:
-    extra = _round_up(x.shape[1], multiple) - x.shape[1]
+    extra = round_up(x.shape[1], multiple) - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)]) if extra else x

@@ -12,10 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
+from pallas_kernels.constants import MIN_LOG_DECAY, NORM_EPS
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
-
-MIN_LOG_DECAY = -88.0
-NORM_EPS = 1e-6
 
 
 def l2_normalise(x: Float[np.ndarray, "... key"]) -> Float[np.ndarray, "... key"]:

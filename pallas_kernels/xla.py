@@ -19,12 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.constants import MIN_LOG_DECAY, NORM_EPS
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult
 
 CHUNK = 64
 SOLVE_TILE = 16
-MIN_LOG_DECAY = -88.0  # e^-88 is below the smallest normal float32: one such step forgets everything
-NORM_EPS = 1e-6
 
 
 def l2_normalise(x: Float[Array, "... key"]) -> Float[Array, "... key"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,21 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (*name, f"{row['us']:.1f}", floor, ratio, kernels, f"{row['rel_err']:.1e}")
 
 
-def main(report: Path, document: Path, /) -> None:
-    """Rewrites the document.
+def main(report: Path, document: Path, /) -> int:
+    """Rewrites the document; returns the exit code: 0, or 2 if a file cannot be read or written.
 
     Args:
         report: what `bench.py kernels --json` wrote.
         document: Markdown with marked tables.
     """
-    figures = json.loads(report.read_text(encoding="utf-8"))
-    document.write_text(fill_tables(document.read_text(encoding="utf-8"), figures), encoding="utf-8")
+    try:
+        figures = json.loads(report.read_text(encoding="utf-8"))
+        document.write_text(fill_tables(document.read_text(encoding="utf-8"), figures), encoding="utf-8")
+    except (OSError, ValueError, KeyError) as error:
+        print(f"error: {report} or {document}: {error}; give a report of bench.py kernels and a text.", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    sys.exit(tyro.cli(main))

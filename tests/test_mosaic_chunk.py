@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import mosaic_chunk, reference
-from pallas_kernels.mosaic_common import Precision
+from pallas_kernels.dispatch import Precision
 
 MODES = ("interpreted", pytest.param("compiled", marks=pytest.mark.gpu))
 BOUNDS: dict[Precision, float] = {"default": 5e-5, "highest": 1e-6}

@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernel_cases import ancestors_of, chain, random_tree
 
 from pallas_kernels import reference
-from pallas_kernels.mosaic_common import Precision
+from pallas_kernels.dispatch import Precision
 from pallas_kernels.mosaic_gdn import gdn_tree_verify, unsupported
 
 if TYPE_CHECKING:
