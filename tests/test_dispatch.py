@@ -76,6 +76,7 @@ def test_gradients_are_those_of_the_slow_form() -> None:
     """Values come from the fast one on its own platform only: here there is none."""
     run = dispatch._with_gradients(lambda x, n: x * n + 7, lambda x, n: x * n)  # noqa: SLF001
     x, n = jnp.array([1.0, 2.0]), jnp.array([3, 4])
+    np.testing.assert_array_equal(run(x, n), [3, 8])
     value, gradient = jax.value_and_grad(lambda x: jnp.sum(run(x, n)))(x)
     assert float(value) == 11
     np.testing.assert_array_equal(gradient, [3, 4])
