@@ -7,11 +7,10 @@ Over a whole text the fastest choice is the one that maximises, in every round,
     expected tokens(b) − rate · seconds(b)
 
 where the rate is the tokens per second that one achieves in the end (Dinkelbach 1967, Management Science 13:492, on
-ratios of sums); the rate so far stands in for it. Growth is judged in the same way before the tree is there: the nodes
-that the next step of the Weaver would expand are on the target's path with the probability that their scores say, a
-step emits at most one token beyond each, and later steps expand nodes that are no likelier. So growth ends once
-
-    expected tokens of a step ≤ rate · seconds of a step and of verifying what it brings.
+ratios of sums); the rate so far stands in for it. Growth is judged in the same way before the tree is there, once the
+first steps are made: the nodes that the next step of the Weaver would expand are on the target's path with the
+probability that their scores say, a step emits at most one token beyond each, and the nodes of every later step are
+likely by a third less. So the steps to come, as many as there may be, bring a multiple of what the next one promises.
 
 Scores may be too low or too high on the whole, at temperature 0 for one; so what they promise is scaled by what past
 promises were worth. Nothing here looks at the target's draws of the round to come. With the rule `target_only` nothing
@@ -26,17 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from tfm_jax.config import Method
 from tfm_jax.errors import TfmError, require
-from tfm_jax.growth import default_steps
+from tfm_jax.growth import pruned_schedule
 from tfm_jax.state import Ledger
 
 COSTS_FILE = "costs.json"
-_FORMAT = 2
+_FORMAT = 3
 _PRIOR = 10.0  # tokens: how long scores are taken at their word
+_EXPECTED = 3.0  # tokens of a round before there was one
 _CAUGHT = 0.7  # tokens that a step brings for each that its nodes promise
+_LASTING = 0.65  # what the nodes of the step after it promise for each that they do
 _MORE_NODES = 2  # that are worth verifying for each step that is worth making
 
 
@@ -71,7 +73,7 @@ class Costs:
             found = f"{self.budgets}, {self.seconds}, {self.fixed_seconds}"
             message = f"costs need ascending budgets, each with its seconds: {found}."
             raise TfmError(message)
-        if not 0 <= self.step_seconds * (default_steps(self.budgets[-1]) - 1) < min(self.seconds):
+        if not 0 <= self.step_seconds * (pruned_schedule(self.budgets[-1]).steps - 1) < min(self.seconds):
             message = (
                 f"costs need the seconds of a step, at least 0 and all together below a round's: {self.step_seconds}."
             )
@@ -128,29 +130,33 @@ def promised_tokens(scores: Float[Array, "batch nodes"], budgets: tuple[int, ...
     return jnp.stack([hits[:, budget - 1] for budget in budgets], axis=1)
 
 
-def worth_a_step(hits: Float[Array, ""], emitted: Int[Array, ""], ledger: Ledger) -> Bool[Array, ""]:
-    """Whether one more step of the Weaver should bring more tokens than its time is worth.
+def choose_steps(
+    hits: Float[Array, ""], stops: tuple[int, ...], emitted: Int[Array, " batch"], ledger: Ledger
+) -> Int[Array, ""]:
+    """Index of the number of steps that the Weaver should make in all, the smaller one of equals.
 
     Args:
-        hits: nodes that it would expand and that are on the target's path, by the scores alone: the sum of their
-            e^score, over the rows that still want tokens. A step brings at most one token beyond each, and less where
-            the target's choice is not among the children or they are not verified; later steps bring no more.
+        hits: nodes that the step after the first of `stops` would expand and that are on the target's path, as far as
+            scores say: the sum of their e^score, over the rows that still want tokens.
+        stops: numbers of steps to choose from, ascending; the first of them are made.
         emitted: as in `choose_budget`.
         ledger: costs and past rounds.
     """
-    seconds = ledger.step_seconds + _MORE_NODES * ledger.node_seconds
-    return _CAUGHT * _trust(ledger) * hits > _rate(emitted, ledger) * seconds
+    more = np.array(stops) - stops[0]
+    gains = _CAUGHT * (1 - _LASTING**more) / (1 - _LASTING)
+    seconds = more * (ledger.step_seconds + _MORE_NODES * ledger.node_seconds)
+    return jnp.argmax(_trust(ledger) * hits * gains - _rate(emitted, ledger) * seconds).astype(jnp.int32)
 
 
 def choose_budget(
-    promised: Float[Array, " budgets"], rows: Int[Array, ""], emitted: Int[Array, ""], ledger: Ledger
+    promised: Float[Array, " budgets"], rows: Int[Array, ""], emitted: Int[Array, " batch"], ledger: Ledger
 ) -> Int[Array, ""]:
     """Index of the budget for a round, the smaller one of equals.
 
     Args:
         promised: `promised_tokens`, summed over the rows that still want tokens.
         rows: how many these are.
-        emitted: tokens that all rows have so far; those that the prompts gave count as a round of the cheapest kind.
+        emitted: tokens that each row has so far, the one from its prompt among them.
         ledger: costs and past rounds.
     """
     return jnp.argmax(rows + _trust(ledger) * promised - _rate(emitted, ledger) * ledger.costs).astype(jnp.int32)
@@ -172,6 +178,6 @@ def _trust(ledger: Ledger) -> Float[Array, ""]:
     return (ledger.accepted + _PRIOR) / (ledger.promised + _PRIOR)
 
 
-def _rate(emitted: Int[Array, ""], ledger: Ledger) -> Float[Array, ""]:
-    """Tokens per second so far."""
-    return emitted / (ledger.seconds + ledger.costs[0])
+def _rate(emitted: Int[Array, " batch"], ledger: Ledger) -> Float[Array, ""]:
+    """Tokens per second so far; the prompts count as a round of the cheapest kind with `_EXPECTED` tokens a row."""
+    return jnp.sum(emitted - 1 + _EXPECTED) / (ledger.seconds + ledger.costs[0])

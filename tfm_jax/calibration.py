@@ -16,7 +16,7 @@ from tfm_jax.config import METHODS
 from tfm_jax.decode import run_rounds, start_transcript
 from tfm_jax.engine import Engine
 from tfm_jax.errors import require
-from tfm_jax.growth import default_steps, growth_stops
+from tfm_jax.growth import growth_stops, pruned_schedule
 from tfm_jax.request import Options
 from tfm_jax.runtime import device_name
 from tfm_jax.state import DecodeState, Ledger
@@ -68,7 +68,7 @@ def measure_costs(
     states = [begin(budget) for budget in ordered]
     auto = begin("auto")
     held = [_hold(len(ordered), choice) for choice in range(len(ordered))]
-    stops = growth_stops(default_steps(ordered[-1]))
+    stops = growth_stops(pruned_schedule(ordered[-1]).steps)
     spared = stops[-1] - stops[0] if known == "tfm" else 0
     if spared:
         held.append(_hold(len(ordered), 0, left_out=spared))

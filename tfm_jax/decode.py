@@ -25,12 +25,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import take_nodes
-from tfm_jax.budget import choose_budget, promised_tokens, round_seconds, worth_a_step
+from tfm_jax.budget import choose_budget, choose_steps, promised_tokens, round_seconds
 from tfm_jax.commit import commit_path
 from tfm_jax.config import DecodePlan, Models
 from tfm_jax.dflash import Drafter, empty_caches
 from tfm_jax.filters import count_tokens, filter_logits, log_laws, node_laws, penalise
-from tfm_jax.growth import Schedule, default_steps, default_width, pruned_schedule
+from tfm_jax.growth import PrunedSchedule, Schedule, default_steps, default_width, growth_stops, pruned_schedule
 from tfm_jax.sampling import AcceptedPath, Logprobs, cut_at_stop, node_choices, scaled_noise, token_logprobs
 from tfm_jax.state import DecodeState, DeltaTape, Filters, KVRows, Ledger, write_rows
 from tfm_jax.target import Target, empty_target_state
@@ -199,18 +199,20 @@ def _draft(modules: Modules, params: Params, state: DecodeState) -> _Drafted:
         return _Drafted(ddtree(state.root, candidates.ids, candidates.log_probs, plan.budget, spine=plan.tree.spine))
     candidates = top_candidates(logits, min(modules.weaver.config.pool_size, vocab))
     inputs = (state.root, state.feature, hidden, candidates.ids, candidates.scores, params["tables"])
-    steps = _steps(plan)
-    if state.ledger is None or steps is None or plan.tree.spine:
+    if state.ledger is None or not plan.tree.pruned or plan.tree.spine:
         schedule = _schedule(plan)._asdict()
         return _Drafted(modules.weaver.build_tree(*inputs, budget=plan.budget, spine=plan.tree.spine, **schedule))
-    worth = functools.partial(_worth_a_step, state, state.ledger)
-    grown = modules.weaver.grow_tree(*inputs, worth, budget=plan.budget, steps=steps)
-    return _Drafted(grown.tree, left_out=steps - grown.steps)
+    schedule = pruned_schedule(plan.budget)
+    choose = functools.partial(_choose_steps, state, state.ledger, growth_stops(schedule.steps))
+    grown = modules.weaver.grow_tree(*inputs, choose, budget=plan.budget, **schedule._asdict())
+    return _Drafted(grown.tree, left_out=schedule.steps - grown.steps)
 
 
-def _worth_a_step(state: DecodeState, ledger: Ledger, _: Array, waiting: Float[Array, "batch width"]) -> Array:
+def _choose_steps(
+    state: DecodeState, ledger: Ledger, stops: tuple[int, ...], waiting: Float[Array, "batch rows"]
+) -> Int[Array, ""]:
     hits = jnp.where(state.done, 0.0, jnp.sum(jnp.exp(waiting), axis=1))
-    return worth_a_step(jnp.sum(hits), jnp.sum(state.emitted), ledger)
+    return choose_steps(jnp.sum(hits), stops, state.emitted, ledger)
 
 
 def _steps(plan: DecodePlan) -> int | None:
@@ -220,8 +222,8 @@ def _steps(plan: DecodePlan) -> int | None:
     return steps if plan.tree.pruned or steps > default_steps(plan.budget) else None
 
 
-def _schedule(plan: DecodePlan) -> Schedule:
-    """How a tree grows that is not asked step by step whether to go on."""
+def _schedule(plan: DecodePlan) -> Schedule | PrunedSchedule:
+    """How a tree grows whose steps are not chosen."""
     if plan.tree.pruned and not plan.tree.spine:
         return pruned_schedule(plan.budget)
     return Schedule(default_width(plan.budget), _steps(plan))
@@ -277,7 +279,7 @@ def _verify_best(
     """Verifies and commits the first nodes of a tree, as many as `tfm_jax.budget` chooses; enters what that took."""
     budgets, live = state.plan.tree.budgets, ~state.done
     promised = jnp.sum(jnp.where(live[:, None], promised_tokens(tree.scores, budgets), 0.0), axis=0)
-    choice = choose_budget(promised, jnp.sum(live), jnp.sum(state.emitted), ledger)
+    choice = choose_budget(promised, jnp.sum(live), state.emitted, ledger)
     nodes = tree.tokens.shape[1]
 
     def branch(budget: int) -> Callable[[], tuple[DecodeState, dict[str, Any]]]:

@@ -18,7 +18,7 @@ from tfm_jax.errors import TfmError
 from tfm_jax.tree import DraftTree, check_budget, finish_tree, pick_rows, take_best
 
 MAX_WIDTH = 32
-STEPS_AT_ONCE = 2  # between two questions whether growth should go on
+FIRST_STEPS = 2  # that are made before it is known how many more are worth their time
 
 
 class NewNodes(NamedTuple):
@@ -31,15 +31,14 @@ class NewNodes(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """A pruned tree whose growth may have ended before its last step."""
+    """A pruned tree, and how far it was grown."""
 
     tree: DraftTree
     steps: Int[Array, ""]  # calls of `step` that were made
-    waiting: Float[Array, "batch width"]  # scores of the nodes that another call would have expanded; −inf: none
 
 
 type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
-type Worth = Callable[[Int[Array, ""], Float[Array, "batch width"]], Bool[Array, ""]]
+type ChooseSteps = Callable[[Float[Array, "batch rows"]], Int[Array, ""]]
 
 
 def default_width(budget: int) -> int:
@@ -57,15 +56,22 @@ class Schedule(NamedTuple):
 
     width: int
     steps: int | None
-    ahead: int = 0
 
 
-def pruned_schedule(budget: int) -> Schedule:
+class PrunedSchedule(NamedTuple):
+    """The same of a pruned tree with guesses."""
+
+    width: int
+    steps: int
+    ahead: int
+
+
+def pruned_schedule(budget: int) -> PrunedSchedule:
     """Nine steps of four nodes (more above a budget of 64) and a guess behind each.
 
     At budgets of 15, 31 and 63 as good as sixteen steps without guesses (`docs/trees.md`).
     """
-    return Schedule(min(max(4, default_width(budget)), budget), 9, 1)
+    return PrunedSchedule(min(max(4, default_width(budget)), budget), 9, 1)
 
 
 def best_first_tree[Carry](
@@ -122,39 +128,51 @@ def best_first_tree[Carry](
     return DraftTree(tokens, parents, depths, scores > -jnp.inf, scores, ancestors[..., : budget + 1])
 
 
-def grow_while_worth[Carry](
+def grow_as_worth[Carry](
     root: Int[Array, " batch"],
     candidate_ids: Int[Array, "batch depth pool"],
     step: NodeStep[Carry],
     carry: Carry,
-    worth: Worth,
+    choose: ChooseSteps,
     *,
     budget: int,
     width: int | None = None,
     expand: int | None = None,
     steps: int,
+    ahead: int = 0,
+    guess_scores: Float[Array, "batch depth"] | None = None,
 ) -> Grown:
-    """The pruned tree of `best_first_tree` whose growth ends as soon as another step is not worth its time.
+    """The pruned tree of `best_first_tree` with a number of steps that is chosen once the first of them are made.
 
     Args:
         root: as there.
         candidate_ids: as there.
         step: as there.
         carry: as there.
-        worth: `worth(steps, waiting)` is asked at all `growth_stops` but the last, with the calls so far and the scores
-            of the nodes that another would expand; growth goes on while it says so. One answer for the whole batch.
+        choose: `choose(waiting)` is an index into `growth_stops`, from the scores of the nodes that another step would
+            expand: −inf where there is none or it can have no children. One answer for the whole batch.
         budget: as there.
         width: as there.
         expand: as there.
         steps: most calls of `step`.
+        ahead: as there.
+        guess_scores: what is known of the log-probability of the first candidate of each depth before the tree grows:
+            in `waiting` a guess has it added to its parent's score. Needed with `ahead`.
 
     Raises:
         TfmError: as there.
     """
-    growth, made = _grow(root, candidate_ids, step, carry, worth, _Shape(budget, width, expand, steps, spine=False))
-    tree = _prune(growth, budget, candidate_ids.shape[1], spine=False)
+    depth = candidate_ids.shape[1]
+    stops = growth_stops(steps)
+    levels = [] if guess_scores is None else [guess_scores] * ahead
+    shape = _Shape(budget, width, expand, steps, spine=False, ahead=ahead)
     width = default_width(budget) if width is None else width
-    return Grown(tree, made, _waiting(growth, made, width))
+
+    def stop(growth: _Growth) -> Int[Array, ""]:
+        return choose(_waiting(growth, first_slot(stops[0], width, ahead), width, depth, levels))
+
+    growth, index = _grow(root, candidate_ids, step, carry, stop, shape)
+    return Grown(_prune(growth, budget, depth, spine=False), jnp.asarray(stops)[index])
 
 
 class _Shape(NamedTuple):
@@ -173,10 +191,10 @@ def _grow[Carry](
     candidate_ids: Int[Array, "batch depth pool"],
     step: NodeStep[Carry],
     carry: Carry,
-    worth: Worth | None,
+    choose: Callable[[_Growth], Int[Array, ""]] | None,
     shape: _Shape,
 ) -> tuple[_Growth, Array]:
-    """The growth of a tree, and how many steps it took: all of them unless `worth` says otherwise."""
+    """The growth of a tree, and which of the `growth_stops` it ended at: the last unless `choose` says otherwise."""
     budget, width, expand, steps, spine, ahead = shape
     depth, pool = candidate_ids.shape[1:]
     width = default_width(budget) if width is None else width
@@ -187,57 +205,69 @@ def _grow[Carry](
     groups = -(-budget // width) if steps is None else steps
     seen = expanded_slots(budget, width, steps, ahead)
     rows = width * (1 + ahead)
-    shift = 0 if ahead else rows - 1  # slots 1 .. width − 1, unused behind the root, are the second group's
 
     def grow(group: Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
         growth, carry = state
-        first = jnp.maximum(group * rows - shift, 0)
-        growth, carry = _expand(growth, carry, first, rows, candidate_ids, step, seen, chains=chains)
-        following = (group + 1) * rows - shift
+        growth, carry = _expand(
+            growth, carry, first_slot(group, width, ahead), rows, candidate_ids, step, seen, chains=chains
+        )
+        following = first_slot(group + 1, width, ahead)
         growth = _take(growth, following, width, spine=spine)
         for level in range(1, 1 + ahead):
             growth = _guess(growth, following + level * width, width, candidate_ids)
         return growth, carry
 
-    start = (_start(root, expanded_slots(budget, width, groups + 1, ahead), expand), carry)
+    growth, made = _start(root, expanded_slots(budget, width, groups + 1, ahead), expand), 0
     if ahead:
-        growth, carry = start
         for slot in range(1, rows):
             growth = _guess(growth, jnp.int32(slot), 1, candidate_ids)
-        start = grow(jnp.int32(0), (growth, carry), chains=1)
-        return lax.fori_loop(1, groups, grow, start)[0], jnp.int32(groups)
-    if worth is None:
-        return lax.fori_loop(0, groups, grow, start)[0], jnp.int32(groups)
+        growth, carry = grow(jnp.int32(0), (growth, carry), chains=1)
+        made = 1
+    stops = growth_stops(groups)
+    begun = lax.fori_loop(made, groups if choose is None else stops[0], grow, (growth, carry))
+    if choose is None:
+        return begun[0], jnp.int32(len(stops) - 1)
 
-    first, *_ = growth_stops(groups)
+    def branch(end: int) -> Callable[[tuple[_Growth, Carry]], _Growth]:
+        return lambda begun: lax.fori_loop(stops[0], end, grow, begun)[0]
 
-    def going(state: tuple[Array, tuple[_Growth, Carry]]) -> Bool[Array, ""]:
-        made, (growth, _) = state
-        return (made < groups) & worth(made, _waiting(growth, made, width))
-
-    def body(state: tuple[Array, tuple[_Growth, Carry]]) -> tuple[Array, tuple[_Growth, Carry]]:
-        made = state[0]
-
-        def more(step: Array, grown: tuple[_Growth, Carry]) -> tuple[_Growth, Carry]:
-            return grow(made + step, grown)
-
-        return made + STEPS_AT_ONCE, lax.fori_loop(0, STEPS_AT_ONCE, more, state[1])
-
-    made, (growth, _) = lax.while_loop(going, body, (jnp.int32(first), lax.fori_loop(0, first, grow, start)))
-    return growth, made
+    index = choose(begun[0])
+    return lax.switch(index, [branch(end) for end in stops], begun), index
 
 
-def _waiting(growth: _Growth, made: Int[Array, ""], width: int) -> Float[Array, "batch width"]:
-    """Scores of the nodes that were taken last; the next step, if any, expands them."""
-    return lax.dynamic_slice_in_dim(growth.scores, jnp.maximum(1 + (made - 1) * width, 0), width, axis=1)
+def first_slot(group: Int[Array, ""], width: int, ahead: int) -> Int[Array, ""]:
+    """Slot of the first node of a step.
 
-
-def growth_stops(steps: int) -> range:
-    """Numbers of calls after which `grow_while_worth` may end: the last is `steps`, the others lie two apart.
-
-    A GPU has to wait for each answer, which takes it a quarter of a step's time.
+    Without guesses the slots behind the root that fill the first step are those of the second.
     """
-    return range((steps - 1) % STEPS_AT_ONCE + 1, steps + 1, STEPS_AT_ONCE)
+    rows = width * (1 + ahead)
+    return group * rows if ahead else jnp.maximum(group * rows - (rows - 1), 0)
+
+
+def _waiting(
+    growth: _Growth, first: Int[Array, ""], width: int, depth: int, levels: list[Float[Array, "batch depth"]]
+) -> Float[Array, "batch rows"]:
+    """Scores of the nodes from slot `first` on, which were taken last, and of levels of guesses behind them."""
+
+    def new(rows: Array) -> Array:
+        return lax.dynamic_slice_in_dim(rows, first, width, axis=1)
+
+    depths, scores = new(growth.depths), new(growth.scores)
+    waiting = [jnp.where(depths < depth, scores, -jnp.inf)]
+    for level, guesses in enumerate(levels):
+        scores += pick_rows(guesses, jnp.minimum(depths + level, depth - 1))
+        waiting.append(jnp.where(depths + level + 1 < depth, scores, -jnp.inf))
+    return jnp.concatenate(waiting, axis=1)
+
+
+def growth_stops(steps: int) -> tuple[int, ...]:
+    """Numbers of calls among which `grow_as_worth` lets choose: from two on ever further apart, the last is `steps`.
+
+    They are chosen from once, since a GPU waits for the host at each choice, which takes it a good part of a step.
+    """
+    first = min(FIRST_STEPS, steps)
+    later = (first + (1 << doublings) for doublings in range(steps.bit_length()))
+    return (first, *(stop for stop in later if stop < steps), *([steps] if steps > first else []))
 
 
 def check_growth(

@@ -30,12 +30,12 @@ from tfm_jax.growth import (
     Grown,
     NewNodes,
     NodeStep,
-    Worth,
+    ChooseSteps,
     best_first_tree,
     check_growth,
     default_width,
     expanded_slots,
-    grow_while_worth,
+    grow_as_worth,
     grown_tree,
 )
 from tfm_jax.layers import BiasedRMSNorm, Linear, SwiGLU, dot, precision, rope_frequencies, rotary
@@ -312,20 +312,34 @@ class Weaver(nnx.Module):
         candidate_ids: Int[Array, "batch depth pool"],
         candidate_scores: Float[Array, "batch depth pool"],
         tables: WeaverTables,
-        worth: Worth,
+        choose: ChooseSteps,
         *,
         budget: int,
+        width: int,
         steps: int,
+        ahead: int,
     ) -> Grown:
-        """The pruned tree of `build_tree`, grown only as far as `worth` says: see `grow_while_worth`.
+        """The pruned tree of `build_tree`, grown only as far as `choose` says: see `grow_as_worth`.
+
+        A kernel makes all steps at once: where there is one, they are all made.
 
         Raises:
             TfmError: a size is out of range.
         """
-        slots = expanded_slots(budget, default_width(budget), steps)
+        depth, pool = candidate_ids.shape[1:]
         prompt = self.prompt(feature, draft_hidden)
-        step, cache = self._expansion(prompt, candidate_ids, candidate_scores, tables, slots, guesses=False)
-        return grow_while_worth(root, candidate_ids, step, cache, worth, budget=budget, steps=steps)
+        sizes = {"width": width, "groups": steps, "expand": min(8, pool), "ahead": ahead}
+        growth = self._grow(root, prompt, candidate_ids, candidate_scores, tables, **sizes)
+        if growth is not None:
+            tree = grown_tree(growth, budget=budget, max_depth=depth, pruned=True)
+            return Grown(tree, jnp.int32(steps))
+        slots = expanded_slots(budget, width, steps, ahead)
+        step, cache = self._expansion(prompt, candidate_ids, candidate_scores, tables, slots, guesses=ahead > 0)
+        marginals = jnp.where(candidate_ids >= 0, candidate_scores.astype(jnp.float32), -jnp.inf)
+        return grow_as_worth(
+            root, candidate_ids, step, cache, choose, budget=budget, width=width, steps=steps, ahead=ahead,
+            guess_scores=jax.nn.log_softmax(marginals)[..., 0],
+        )  # fmt: skip
 
     def _expansion(
         self,
