@@ -24,7 +24,7 @@ from _bench_report import show_budgets
 from _draft_simulation import Chart
 from jaxtyping import Bool, Float, Int
 
-from tfm_jax.budget import Costs, choose_budget, read_costs, round_seconds, start_ledger, worth_a_step
+from tfm_jax.budget import Costs, choose_budget, choose_steps, read_costs, round_seconds, start_ledger
 from tfm_jax.errors import TfmError, require
 from tfm_jax.state import Ledger
 
@@ -163,19 +163,20 @@ def walk_chosen(chart: Chart, costs: Costs) -> list[ChosenRound]:
     """All rounds with steps and budget by choice; the arithmetic is the engine's."""
     rows, last = np.arange(len(chart.lengths)), chart.lengths - 1
     place, walk = np.zeros_like(last), []
-    start = start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds, costs.node_seconds)
+    columns = np.array([costs.budgets.index(budget) for budget in costs.choices])
+    start = start_ledger(jnp.asarray(costs.choice_seconds, jnp.float32), costs.step_seconds, costs.node_seconds)
     ledger = jax.tree.map(lambda value: np.array(jnp.broadcast_to(value, (len(last), *value.shape))), start)
-    choose = jax.jit(jax.vmap(functools.partial(_choose, jnp.asarray(chart.steps))))
+    choose = jax.jit(jax.vmap(functools.partial(_choose, tuple(chart.steps.tolist()))))
     while np.any(live := place < last):
         at = np.minimum(place, last)
-        known = (chart.waiting[rows, at], chart.promised[rows, at], 1 + place)
-        stop, choice, seconds = map(np.asarray, choose(ledger, *known))
-        emitted = chart.emitted[rows, at, stop, choice].astype(place.dtype)
+        promised = chart.promised[rows, at][..., columns]
+        stop, choice, seconds = map(np.asarray, choose(ledger, chart.waiting[rows, at], promised, 1 + place[:, None]))
+        emitted = chart.emitted[rows, at, stop, columns[choice]].astype(place.dtype)
         emitted = np.where(live, np.minimum(emitted, last - place), 0)
-        walk.append(ChosenRound(live, chart.steps[stop], choice, emitted, seconds))
+        walk.append(ChosenRound(live, chart.steps[stop], columns[choice], emitted, seconds))
         ledger = ledger._replace(
             seconds=ledger.seconds + seconds * live,
-            promised=ledger.promised + chart.promised[rows, at, stop, choice] * live,
+            promised=ledger.promised + promised[rows, stop, choice] * live,
             accepted=ledger.accepted + np.maximum(emitted - 1, 0).astype(np.float32),
         )
         place = place + emitted
@@ -183,13 +184,12 @@ def walk_chosen(chart: Chart, costs: Costs) -> list[ChosenRound]:
 
 
 def _choose(
-    steps: jax.Array, ledger: Ledger, waiting: jax.Array, promised: jax.Array, emitted: jax.Array
+    steps: tuple[int, ...], ledger: Ledger, waiting: jax.Array, promised: jax.Array, emitted: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Index of the stop, index of the budget, and seconds of a round."""
-    worth = jax.vmap(lambda hits: worth_a_step(hits, emitted, ledger))(waiting[:-1])
-    stop = jnp.sum(jnp.cumprod(worth.astype(jnp.int32)))
+    """Index of the stop, index of the choice, and seconds of a round."""
+    stop = choose_steps(waiting, steps, emitted, ledger)
     choice = choose_budget(promised[stop], jnp.int32(1), emitted, ledger)
-    return stop, choice, round_seconds(choice, steps[-1] - steps[stop], ledger)
+    return stop, choice, round_seconds(choice, steps[-1] - jnp.asarray(steps)[stop], ledger)
 
 
 def make_row(

@@ -23,7 +23,7 @@ from tfm_jax.config import Models
 from tfm_jax.data import Continuations
 from tfm_jax.decode import Params, bind
 from tfm_jax.engine import Engine
-from tfm_jax.growth import default_steps, growth_stops
+from tfm_jax.growth import growth_stops, pruned_schedule
 from tfm_jax.objectives import Drawn, draft_blocks
 from tfm_jax.sampling import AcceptedPath, scaled_noise, walk
 from tfm_jax.tree import DraftTree, top_candidates
@@ -189,7 +189,7 @@ class Chart:
     Attributes:
         lengths: of the texts; a text's last token is no root.
         steps: numbers of steps after which a tree's growth may end (`tfm_jax.growth.growth_stops`).
-        waiting: sum of e^score of the nodes that one more step would expand.
+        waiting: sum of e^score of the nodes that one more step than the fewest would expand.
         promised: `tfm_jax.budget.promised_tokens`.
         emitted: tokens, bonus included and as if the text went on.
         fixed: the same for a tree that was grown for just so many nodes.
@@ -197,7 +197,7 @@ class Chart:
 
     lengths: Int[np.ndarray, " prompts"]
     steps: Int[np.ndarray, " stops"]
-    waiting: Float[np.ndarray, "prompts positions stops"]
+    waiting: Float[np.ndarray, "prompts positions"]
     promised: Float[np.ndarray, "prompts positions stops budgets"]
     emitted: Int[np.ndarray, "prompts positions stops budgets"]
     fixed: Int[np.ndarray, "prompts positions budgets"]
@@ -226,7 +226,7 @@ def chart_rounds(engine: Engine, positions: Positions, budgets: tuple[int, ...],
         whole[rows, places] = np.concatenate(values)[: len(rows)]
         return whole
 
-    steps = np.array(growth_stops(default_steps(budgets[-1])))
+    steps = np.array(growth_stops(pruned_schedule(budgets[-1]).steps))
     return Chart(positions.lengths, steps, *map(spread, *parts))
 
 
@@ -234,20 +234,20 @@ def _chart(
     models: Models, params: Params, inputs: Drafts, following: Array, *, budgets: tuple[int, ...], depth: int
 ) -> tuple[Array, ...]:
     weaver, most = bind(models, params).weaver, budgets[-1]
-    steps, limits = default_steps(most), jnp.array(budgets)
+    schedule, limits = pruned_schedule(most), jnp.array(budgets)
     arguments = (*inputs[:5], params["tables"])
 
-    def stop(after: Array) -> tuple[Array, ...]:
-        grown = weaver.grow_tree(*arguments, lambda made, _: made < after, budget=most, steps=steps)
+    def stop(index: Array) -> tuple[Array, ...]:
+        grown = weaver.grow_tree(*arguments, lambda _: index, budget=most, **schedule._asdict())
         accepted = _accepted(grown.tree, following, depth)
         on_path = jnp.arange(depth + 1) < accepted.count[:, None]
         emitted = jnp.sum(on_path[:, None] & (accepted.path[:, None] <= limits[:, None]), axis=2, dtype=jnp.uint8)
         return jnp.sum(jnp.exp(grown.waiting), axis=1), promised_tokens(grown.tree.scores, budgets), emitted
 
-    charted = (jnp.moveaxis(part, 0, 1) for part in lax.map(stop, jnp.array(growth_stops(steps))))
-    trees = (weaver.build_tree(*arguments, budget=budget, steps=default_steps(budget)) for budget in budgets)
+    waiting, *charted = lax.map(stop, jnp.arange(len(growth_stops(schedule.steps))))
+    trees = (weaver.build_tree(*arguments, budget=budget, **pruned_schedule(budget)._asdict()) for budget in budgets)
     fixed = [_accepted(tree, following, depth).count.astype(jnp.uint8) for tree in trees]
-    return *charted, jnp.stack(fixed, axis=1)
+    return waiting[0], *(jnp.moveaxis(part, 0, 1) for part in charted), jnp.stack(fixed, axis=1)
 
 
 def _inputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from test_tree import VOCAB
 from tfm_jax.budget import (
     Costs,
     choose_budget,
+    choose_steps,
     promised_tokens,
     read_costs,
     round_seconds,
     start_ledger,
-    worth_a_step,
     write_costs,
 )
 from tfm_jax.calibration import measure_costs
@@ -72,36 +73,59 @@ def test_rule_maximises_tokens_less_their_price() -> None:
         costs = np.sort(rng.uniform(1, 3, 4)).astype(np.float32)
         promised = np.sort(rng.uniform(0, 4, 4)).astype(np.float32)
         spent, hoped, kept = rng.uniform(0, 50, 3).astype(np.float32)
-        emitted = int(rng.integers(1, 100))
+        emitted = rng.integers(1, 100, 2)
         choice = choose_budget(
             jnp.asarray(promised),
             jnp.int32(1),
-            jnp.int32(emitted),
+            jnp.asarray(emitted, jnp.int32),
             Ledger(jnp.asarray(costs), *map(jnp.float32, (0, 0, spent, hoped, kept))),
         )
-        gains = (kept + 10) / (hoped + 10) * promised - emitted / (spent + costs[0]) * costs
+        gains = (kept + 10) / (hoped + 10) * promised - (emitted.sum() + 4) / (spent + costs[0]) * costs
         assert int(choice) == int(np.argmax(gains))
         seen.add(int(choice))
     assert seen == {0, 1, 2, 3}
 
 
-def test_first_round_takes_a_token_from_the_cheapest_round_as_the_price() -> None:
-    """One token in one second so far: 4 nodes more for 0.3 s have to promise more than 0.3 tokens."""
-    ledger = start_ledger(jnp.array([1.0, 1.3]))
+def test_first_round_takes_three_tokens_from_the_cheapest_round_as_the_price() -> None:
+    """Three tokens in one second: 4 nodes more for 0.1 s have to promise more than 0.3 tokens."""
+    ledger = start_ledger(jnp.array([1.0, 1.1]))
     for more, expected in ((0.29, 0), (0.31, 1)):
-        assert int(choose_budget(jnp.array([0.5, 0.5 + more]), jnp.int32(1), jnp.int32(1), ledger)) == expected
+        promised = jnp.array([0.5, 0.5 + more])
+        assert int(choose_budget(promised, jnp.int32(1), jnp.array([1]), ledger)) == expected
 
 
-def test_a_step_is_made_while_its_promise_is_worth_its_time() -> None:
-    """20 tokens in 4 s so far, 0.06 s a step, 0.02 s a node: 0.7 of what it promises must be more than half a token."""
+def test_steps_are_made_while_their_promise_is_worth_their_time() -> None:
+    """20 tokens in 4 s, 0.06 s a step, 0.02 s a node: a step, with the two nodes that follow, must bring half a token.
+
+    Of 0.7 h tokens the next step brings all, the one after it 0.65, those after that 0.65² and so on; half of that
+    where half of what was promised came.
+    """
     past = Ledger(jnp.array([1.0, 2.0]), *map(jnp.float32, (0.06, 0.02, 3.0, 20.0, 20.0)))
     doubtful = past._replace(accepted=jnp.float32(5))  # of 20 promised: (5 + 10) / (20 + 10) of a promise counts
-    for ledger, enough in ((past, 0.5 / 0.7), (doubtful, 1.0 / 0.7)):
-        worth = [
-            bool(worth_a_step(jnp.float32(hits), jnp.int32(20), ledger)) for hits in (enough - 0.01, enough + 0.01)
-        ]
-        assert worth == [False, True]
+    tokens, stops = jnp.array([9, 7]), (2, 3, 5)  # 16 so far, and 2 more a row for the round that the prompts were
+    first = 0.5 / 0.7  # hits at which the third step is worth its time
+    later = 1.0 / (0.7 * (0.65 + 0.65**2))  # at which the next two are as well
+    for ledger, scale in ((past, 1), (doubtful, 2)):
+        hits = [first * scale - 0.01, first * scale + 0.01, later * scale - 0.01, later * scale + 0.01]
+        assert [int(choose_steps(jnp.float32(h), stops, tokens, ledger)) for h in hits] == [0, 1, 1, 2]
     assert round_seconds(jnp.int32(1), jnp.int32(3), past) == pytest.approx(1.82)
+
+
+def test_budgets_that_are_hardly_faster_are_no_choices() -> None:
+    """From the largest down: 31 takes 1.02 times less than 63, 15 less than 31; 7 saves another hundredth only."""
+    costs = Costs((7, 15, 31, 63), (0.95, 0.96, 0.985, 1.01), 0.01, (1.0,) * 4, "tfm", "cpu", "float32", 8)
+    assert (costs.choices, costs.choice_seconds) == ((15, 31, 63), (0.96, 0.985, 1.01))
+    level = dataclasses.replace(costs, seconds=(1.0, 1.01, 1.0, 1.01))
+    assert (level.choices, level.choice_seconds) == ((63,), (1.01,))
+
+
+@pytest.mark.slow
+def test_a_level_table_leaves_the_largest_budget() -> None:
+    engine, costs = loop_engine(LOOP), dataclasses.replace(COSTS, seconds=(1.0, 1.0))
+    options = {"budget": "auto", "costs": costs, "max_new_tokens": 8, "ignore_eos": True}
+    (generation,) = engine.generate(prompts(LOOP)[:1], **options)
+    assert generation.token_ids == plain(LOOP)[0][:8]
+    assert {stats.nodes for stats in generation.rounds} == {15}
 
 
 @pytest.mark.slow
@@ -117,7 +141,7 @@ def test_text_of_a_batch_is_the_targets_own_and_budgets_differ() -> None:
 
 @pytest.mark.slow
 def test_streamed_rounds_choose_too() -> None:
-    engine, costs = loop_engine(LOOP), Costs((3, 15), (1.0, 1.2), 0.0, (1.0, 1.2), "ddtree", "cpu", "float32", 64)
+    engine, costs = loop_engine(LOOP), Costs((3, 15), (1.0, 1.12), 0.0, (1.0, 1.12), "ddtree", "cpu", "float32", 64)
     options = {"method": "ddtree", "budget": "auto", "costs": costs, "max_new_tokens": 24, "ignore_eos": True}
     rounds = list(engine.stream(prompts(LOOP)[0], **options))
     assert [token for step in rounds for token in step.tokens] == plain(LOOP)[0]
@@ -155,13 +179,13 @@ def test_table_survives_the_disk_and_damage_is_named(tmp_path: Path) -> None:
         read_costs(tmp_path / "missing.json")
     values = json.loads(path.read_text())
     for change, words in (
-        ({"format": 1}, "another format"),
+        ({"format": 2}, "another format"),
         ({"budgets": [15, 3]}, "ascending budgets"),
         ({"seconds": [1.0, 0.0]}, "each with its seconds"),
         ({"seconds": [1.0]}, "each with its seconds"),
         ({"fixed_seconds": [1.0]}, "each with its seconds"),
         ({"step_seconds": -1}, "seconds of a step"),
-        ({"step_seconds": 0.08}, "seconds of a step"),
+        ({"step_seconds": 0.15}, "seconds of a step"),
         ({"budgets": "many"}, "is no cost table"),
     ):
         path.write_text(json.dumps(values | change))

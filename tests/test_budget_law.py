@@ -10,8 +10,8 @@ from exact import Draws, coin_draws, make_small_tree, prefix_errors
 from test_verifiers import NODES, VOCAB, Case, check_coins, check_traversal, run_rule
 from weavers import jit_quickly
 
-from tfm_jax.budget import choose_budget, promised_tokens, worth_a_step
-from tfm_jax.growth import NewNodes, grow_while_worth
+from tfm_jax.budget import choose_budget, choose_steps, promised_tokens
+from tfm_jax.growth import NewNodes, grow_as_worth, growth_stops
 from tfm_jax.state import Ledger
 from tfm_jax.tree import first_nodes
 from tfm_jax.verifiers import target_only, traversal
@@ -24,16 +24,17 @@ BUDGETS, DEPTH, STEPS, WIDTH = (2, 4, NODES - 1), 3, 5, 1
 @jit_quickly
 def _grow(ids: jax.Array, table: jax.Array, ledger: Ledger) -> tuple:
     """A round of one prompt with 20 tokens so far, as `tfm_jax.decode` drafts it: tree, steps, index of the budget."""
-    emitted = jnp.int32(20)
+    emitted = jnp.array([20])
 
     def step(carry: jax.Array, nodes: NewNodes) -> tuple[jax.Array, jax.Array]:
         return carry, table[nodes.depths, nodes.tokens]
 
-    def worth(_: jax.Array, waiting: jax.Array) -> jax.Array:
-        return worth_a_step(jnp.sum(jnp.exp(waiting)), emitted, ledger)
+    def choose(waiting: jax.Array) -> jax.Array:
+        return choose_steps(jnp.sum(jnp.exp(waiting)), growth_stops(STEPS), emitted, ledger)
 
-    options = {"budget": BUDGETS[-1], "width": WIDTH, "steps": STEPS}
-    grown = grow_while_worth(jnp.array([0]), ids[None], step, jnp.int32(0), worth, **options)
+    guesses = jnp.full((1, DEPTH), -1.0)
+    options = {"budget": BUDGETS[-1], "width": WIDTH, "steps": STEPS, "ahead": 1, "guess_scores": guesses}
+    grown = grow_as_worth(jnp.array([0]), ids[None], step, jnp.int32(0), choose, **options)
     promised = promised_tokens(grown.tree.scores, BUDGETS)[0]
     return grown.tree, grown.steps, choose_budget(promised, jnp.int32(1), emitted, ledger)
 
@@ -62,7 +63,7 @@ def test_chosen_trees_keep_the_law() -> None:
         seen.add(tuple(chosen))
         check_coins(target_only, case)
         check_traversal(traversal, case)
-    assert {steps for steps, _ in seen} == {1, 3, 5}
+    assert {steps for steps, _ in seen} == set(growth_stops(STEPS))
     assert {nodes for _, nodes in seen} == set(BUDGETS)
 
 

@@ -8,7 +8,6 @@ import heapq
 import itertools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from test_tree import VOCAB, assert_well_formed, jit_quickly, node_paths, table_
 
 from tfm_jax.decode import propose
 from tfm_jax.errors import TfmError
-from tfm_jax.growth import Grown, best_first_tree, grow_while_worth, growth_stops
+from tfm_jax.growth import best_first_tree
 from tfm_jax.sampling import gumbel_noise
 from tfm_jax.tree import DraftTree, ddtree, drop_nodes, first_nodes
 
@@ -84,35 +83,6 @@ def test_pruned_tree_keeps_the_best_of_all_that_was_scored(seed: int, shape: tup
     assert node_paths(tree)[1 : len(expected) + 1] == [path for path, _ in expected]
     np.testing.assert_allclose(tree.scores[0, 1 : len(expected) + 1], [score for _, score in expected], atol=1e-5)
     assert tree.valid[0].sum() == len(expected) + 1
-
-
-@functools.cache
-def compile_stop(**options: int) -> Any:  # noqa: ANN401 - a compiled function
-    def stop(root: jax.Array, ids: jax.Array, table: jax.Array, after: jax.Array) -> Grown:
-        return grow_while_worth(root, ids, table_step(table), jnp.int32(0), lambda made, _: made < after, **options)
-
-    return jit_quickly(stop)
-
-
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(st.integers(0, 2**31), st.sampled_from([(9, 2, 6), (20, 6, 5)]))
-def test_growth_that_ends_early_is_the_tree_of_so_many_steps(seed: int, shape: tuple[int, int, int]) -> None:
-    """Whenever it ends; and what waits is what the next step expands, ever less of it."""
-    budget, width, steps = shape
-    ids, table = random_round(seed)
-    mass = 1.0
-    for made in growth_stops(steps):
-        whole = grow(ids, table, budget=budget, width=width, steps=made, expand=POOL)
-        stop = compile_stop(budget=budget, width=width, steps=steps, expand=POOL)
-        grown = stop(jnp.array([1]), jnp.asarray(ids)[None], jnp.asarray(table), jnp.int32(made))
-        assert int(grown.steps) == made
-        for name, rows in dataclasses.asdict(whole).items():
-            np.testing.assert_array_equal(getattr(grown.tree, name), rows)
-        waiting = np.asarray(grown.waiting[0])
-        if made == 1:  # all that was scored
-            np.testing.assert_array_equal(waiting, whole.scores[0, 1 : width + 1])
-        assert np.exp(waiting).sum() <= mass + 1e-6
-        mass = np.exp(waiting).sum()
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

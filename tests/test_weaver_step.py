@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import heapq
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,13 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_growth import DEPTH, POOL, children, grow, random_round
-from test_tree import assert_well_formed, node_paths
+from test_tree import assert_well_formed, jit_quickly, node_paths, table_step
 
 from pallas_kernels import weaver_tree
 from pallas_kernels.weaver_tree import PATH, TreeGrowth
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
-from tfm_jax.growth import grown_tree
+from tfm_jax.growth import Grown, grow_as_worth, grown_tree, growth_stops
 from tfm_jax.tree import DraftTree
 from tfm_jax.weaver import Weaver, WeaverTables
 
@@ -93,6 +96,42 @@ def test_a_step_expands_its_guesses(seed: int, shape: tuple[int, int, int, int])
     assert_well_formed(tree)
     assert node_paths(tree)[1 : len(expected) + 1] == [path for path, _ in expected]
     np.testing.assert_allclose(tree.scores[0, 1 : len(expected) + 1], [score for _, score in expected], atol=1e-5)
+
+
+@functools.cache
+def compile_choice(**options: int) -> Any:  # noqa: ANN401 - a compiled function
+    def choose(root: jax.Array, ids: jax.Array, table: jax.Array, guesses: jax.Array, index: jax.Array) -> Grown:
+        step = table_step(table)
+        return grow_as_worth(root, ids, step, jnp.int32(0), lambda _: index, guess_scores=guesses, **options)
+
+    return jit_quickly(choose)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.integers(0, 2**31), st.sampled_from([(9, 2, 6, 0), (20, 6, 5, 0), (9, 2, 6, 1), (20, 2, 5, 2)]))
+def test_a_choice_of_steps_gives_the_tree_of_so_many(seed: int, shape: tuple[int, int, int, int]) -> None:
+    """And is made from what the third step would expand, guesses by their parents' scores and what is known of them."""
+    budget, width, steps, ahead = shape
+    ids, table = random_round(seed)
+    known = np.linspace(-0.5, -2, DEPTH, dtype=np.float32)
+    choose = compile_choice(budget=budget, width=width, steps=steps, expand=POOL, ahead=ahead)
+    begun, _ = slow_growth(ids, table, width, 2, ahead)
+    expected, depths = begun.scores[-width:].copy(), begun.depths[-width:]
+    waiting = [np.where(depths < DEPTH, expected, -np.inf)]
+    for level in range(1, 1 + ahead):
+        expected += known[np.minimum(depths + level - 1, DEPTH - 1)]
+        waiting.append(np.where(depths + level < DEPTH, expected, -np.inf))
+    for index, made in enumerate(growth_stops(steps)):
+        whole = grow(ids, table, budget=budget, width=width, steps=made, expand=POOL, ahead=ahead)
+        grown = choose(jnp.array([1]), jnp.asarray(ids)[None], jnp.asarray(table), known[None], jnp.int32(index))
+        assert int(grown.steps) == made
+        for name, rows in dataclasses.asdict(whole).items():
+            np.testing.assert_array_equal(getattr(grown.tree, name), rows)
+        np.testing.assert_allclose(grown.waiting[0], np.concatenate(waiting), atol=1e-5)
+
+
+def test_choices_of_steps_lie_ever_further_apart() -> None:
+    assert [growth_stops(steps) for steps in (1, 2, 5, 9)] == [(1,), (2,), (2, 3, 4, 5), (2, 3, 4, 6, 9)]
 
 
 @pytest.mark.parametrize("options", [{"steps": 4}, {"steps": 3, "ahead": 1}, {}])

@@ -40,6 +40,7 @@ _EXPECTED = 3.0  # tokens of a round before there was one
 _CAUGHT = 0.7  # tokens that a step brings for each that its nodes promise
 _LASTING = 0.65  # what the nodes of the step after it promise for each that they do
 _MORE_NODES = 2  # that are worth verifying for each step that is worth making
+_FASTER = 1.02  # times at which a smaller budget is worth the wait for a choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Costs:
 
     Attributes:
         budgets: ascending; the root is not counted.
-        seconds: of a round that drafts the largest tree, with all of its steps, and verifies so many of its nodes.
+        seconds: of a round that drafts the largest tree, with all of its steps, and verifies so many of its nodes,
+            which it chose among all `choices`.
         step_seconds: that such a round takes less for every step of the Weaver that it leaves out; 0 for "ddtree".
         fixed_seconds: of a round that drafts and verifies a tree of just so many nodes.
         method: "tfm" or "ddtree".
@@ -78,6 +80,21 @@ class Costs:
                 f"costs need the seconds of a step, at least 0 and all together below a round's: {self.step_seconds}."
             )
             raise TfmError(message)
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The budgets that a round chooses from: the largest, and the smaller ones that are faster than the next."""
+        kept, least = [], float("inf")
+        for budget, seconds in zip(reversed(self.budgets), reversed(self.seconds), strict=True):
+            if seconds * _FASTER <= least:
+                kept, least = [budget, *kept], seconds
+        return tuple(kept)
+
+    @property
+    def choice_seconds(self) -> tuple[float, ...]:
+        """`seconds` of the choices."""
+        known = dict(zip(self.budgets, self.seconds, strict=True))
+        return tuple(known[budget] for budget in self.choices)
 
     @property
     def node_seconds(self) -> float:

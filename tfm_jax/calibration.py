@@ -56,27 +56,38 @@ def measure_costs(
     require(context >= 1 and rounds >= 1, f"context is {context} and rounds {rounds}; give at least 1 of each.")
     known, device = METHODS[METHODS.index(method)], device_name()
     ordered = tuple(sorted(set(budgets)))
-    ones = (1.0,) * len(ordered)
-    any_costs = Costs(ordered, ones, 0.0, ones, known, device, engine.dtype.name, context)
+    rising = tuple(float(rank) for rank in range(1, 1 + len(ordered)))  # so that all are choices
+    every = Costs(ordered, rising, 0.0, rising, known, device, engine.dtype.name, context)
     prompt = (np.arange(context) % engine.models.target.vocab_size).tolist()
     most = 1 + _ROUNDS_PER_CALL * ((engine.models.drafter.depth if engine.models.drafter else 0) + 1)
-
-    def begin(budget: int | Literal["auto"]) -> DecodeState:
-        options = Options(method=known, budget=budget, costs=any_costs, max_new_tokens=most, ignore_eos=True)
-        return engine.prefill([prompt], **options)
-
-    states = [begin(budget) for budget in ordered]
-    auto = begin("auto")
-    held = [_hold(len(ordered), choice) for choice in range(len(ordered))]
     stops = growth_stops(pruned_schedule(ordered[-1]).steps)
     spared = stops[-1] - stops[0] if known == "tfm" else 0
-    if spared:
-        held.append(_hold(len(ordered), 0, left_out=spared))
-    states += [dataclasses.replace(auto, ledger=ledger) for ledger in held]
-    seconds = _time_rounds(engine, states, most, -(-rounds // (_ROUNDS_PER_CALL - 1)), progress)
-    fixed, chosen = seconds[: len(ordered)], seconds[len(ordered) : 2 * len(ordered)]
-    step = max(chosen[0] - seconds[-1], 0.0) / spared if spared else 0.0
-    return Costs(ordered, tuple(chosen), step, tuple(fixed), known, device, engine.dtype.name, context)
+
+    def begin(budget: int | Literal["auto"], costs: Costs) -> DecodeState:
+        options = Options(method=known, budget=budget, costs=costs, max_new_tokens=most, ignore_eos=True)
+        return engine.prefill([prompt], **options)
+
+    def chosen(costs: Costs) -> list[DecodeState]:
+        """A state for every choice, and one for the smallest with the fewest steps."""
+        count = len(costs.choices)
+        held = [_hold(count, choice) for choice in range(count)] + ([_hold(count, 0, spared)] if spared else [])
+        auto = begin("auto", costs)
+        return [dataclasses.replace(auto, ledger=ledger) for ledger in held]
+
+    def enter(costs: Costs, seconds: list[float]) -> Costs:
+        """The costs with what rounds of `chosen` took."""
+        known = dict(zip(costs.budgets, costs.seconds, strict=True)) | dict(zip(costs.choices, seconds, strict=False))
+        step = max(seconds[0] - seconds[-1], 0.0) / spared if spared else 0.0
+        return dataclasses.replace(costs, seconds=tuple(known.values()), step_seconds=step)
+
+    calls = -(-rounds // (_ROUNDS_PER_CALL - 1))
+    states = [*(begin(budget, every) for budget in ordered), *chosen(every)]
+    seconds = _time_rounds(engine, states, most, calls, progress)
+    fixed = tuple(seconds[: len(ordered)])
+    costs = enter(dataclasses.replace(every, fixed_seconds=fixed), seconds[len(ordered) :])
+    if costs.choices != ordered:  # where there is less to choose from, a round waits less
+        costs = enter(costs, _time_rounds(engine, chosen(costs), most, calls, progress))
+    return costs
 
 
 def _hold(budgets: int, choice: int, left_out: int = 0) -> Ledger:

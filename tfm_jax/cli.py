@@ -112,7 +112,10 @@ def _calibrate(options: Calibrate) -> None:
     write_costs(path, costs)
     for budget, *seconds in zip(costs.budgets, costs.fixed_seconds, costs.seconds, strict=True):
         fixed, chosen = (f"{part * 1e3:.2f} ms" for part in seconds)
-        print(f"budget {budget}: {fixed} a round, {chosen} as the choice of auto")
+        print(
+            f"budget {budget}: {fixed} a round"
+            + (f", {chosen} as the choice of auto" if budget in costs.choices else "")
+        )
     print(f"a step left out: {costs.step_seconds * 1e3:.3f} ms less")
     print(path)
 

@@ -5,6 +5,7 @@ The conventions of trees are those of `tfm_jax.tree`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ class Grown(NamedTuple):
 
     tree: DraftTree
     steps: Int[Array, ""]  # calls of `step` that were made
+    waiting: Float[Array, "batch rows"]  # what the choice of steps was made from
 
 
 type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
@@ -67,11 +69,11 @@ class PrunedSchedule(NamedTuple):
 
 
 def pruned_schedule(budget: int) -> PrunedSchedule:
-    """Nine steps of four nodes (more above a budget of 64) and a guess behind each.
+    """Nine steps of four nodes (more above a budget of 64) and a guess behind each; fewer for few nodes.
 
     At budgets of 15, 31 and 63 as good as sixteen steps without guesses (`docs/trees.md`).
     """
-    return PrunedSchedule(min(max(4, default_width(budget)), budget), 9, 1)
+    return PrunedSchedule(min(max(4, default_width(budget)), budget), min(9, 1 + budget // 2), 1)
 
 
 def best_first_tree[Carry](
@@ -119,9 +121,8 @@ def best_first_tree[Carry](
     Raises:
         TfmError: `budget`, `width`, `expand`, `steps` or `ahead` is out of range, or too few steps for a spine.
     """
-    grown, _ = _grow(
-        root, candidate_ids, step, carry, None, _Shape(budget, width, expand, steps, spine=spine, ahead=ahead)
-    )
+    shape = _Shape(budget, width, expand, steps, spine=spine, ahead=ahead)
+    (grown, _), _ = _grow(root, candidate_ids, step, carry, None, shape)
     if steps is not None:
         return _prune(grown, budget, candidate_ids.shape[1], spine=spine)
     tokens, parents, depths, scores, ancestors = (rows[:, : budget + 1] for rows in grown[:5])
@@ -167,12 +168,11 @@ def grow_as_worth[Carry](
     levels = [] if guess_scores is None else [guess_scores] * ahead
     shape = _Shape(budget, width, expand, steps, spine=False, ahead=ahead)
     width = default_width(budget) if width is None else width
-
-    def stop(growth: _Growth) -> Int[Array, ""]:
-        return choose(_waiting(growth, first_slot(stops[0], width, ahead), width, depth, levels))
-
-    growth, index = _grow(root, candidate_ids, step, carry, stop, shape)
-    return Grown(_prune(growth, budget, depth, spine=False), jnp.asarray(stops)[index])
+    begun, grow_to = _grow(root, candidate_ids, step, carry, stops[0], shape)
+    waiting = _waiting(begun[0], _first_slot(jnp.int32(stops[0]), width, ahead), width, depth, levels)
+    index = choose(waiting)
+    growth = lax.switch(index, [functools.partial(grow_to, end) for end in stops], begun)
+    return Grown(_prune(growth, budget, depth, spine=False), jnp.asarray(stops)[index], waiting)
 
 
 class _Shape(NamedTuple):
@@ -191,10 +191,10 @@ def _grow[Carry](
     candidate_ids: Int[Array, "batch depth pool"],
     step: NodeStep[Carry],
     carry: Carry,
-    choose: Callable[[_Growth], Int[Array, ""]] | None,
+    first: int | None,
     shape: _Shape,
-) -> tuple[_Growth, Array]:
-    """The growth of a tree, and which of the `growth_stops` it ended at: the last unless `choose` says otherwise."""
+) -> tuple[tuple[_Growth, Carry], Callable[[int, tuple[_Growth, Carry]], _Growth]]:
+    """The growth after `first` steps, or all, and what takes it from there to more of them."""
     budget, width, expand, steps, spine, ahead = shape
     depth, pool = candidate_ids.shape[1:]
     width = default_width(budget) if width is None else width
@@ -208,10 +208,9 @@ def _grow[Carry](
 
     def grow(group: Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
         growth, carry = state
-        growth, carry = _expand(
-            growth, carry, first_slot(group, width, ahead), rows, candidate_ids, step, seen, chains=chains
-        )
-        following = first_slot(group + 1, width, ahead)
+        slot = _first_slot(group, width, ahead)
+        growth, carry = _expand(growth, carry, slot, rows, candidate_ids, step, seen, chains=chains)
+        following = _first_slot(group + 1, width, ahead)
         growth = _take(growth, following, width, spine=spine)
         for level in range(1, 1 + ahead):
             growth = _guess(growth, following + level * width, width, candidate_ids)
@@ -223,19 +222,12 @@ def _grow[Carry](
             growth = _guess(growth, jnp.int32(slot), 1, candidate_ids)
         growth, carry = grow(jnp.int32(0), (growth, carry), chains=1)
         made = 1
-    stops = growth_stops(groups)
-    begun = lax.fori_loop(made, groups if choose is None else stops[0], grow, (growth, carry))
-    if choose is None:
-        return begun[0], jnp.int32(len(stops) - 1)
-
-    def branch(end: int) -> Callable[[tuple[_Growth, Carry]], _Growth]:
-        return lambda begun: lax.fori_loop(stops[0], end, grow, begun)[0]
-
-    index = choose(begun[0])
-    return lax.switch(index, [branch(end) for end in stops], begun), index
+    first = groups if first is None else first
+    begun = lax.fori_loop(made, first, grow, (growth, carry))
+    return begun, lambda end, state: lax.fori_loop(first, end, grow, state)[0]
 
 
-def first_slot(group: Int[Array, ""], width: int, ahead: int) -> Int[Array, ""]:
+def _first_slot(group: Int[Array, ""], width: int, ahead: int) -> Int[Array, ""]:
     """Slot of the first node of a step.
 
     Without guesses the slots behind the root that fill the first step are those of the second.

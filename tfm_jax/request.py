@@ -213,7 +213,7 @@ def check_request(
 
 
 def _ledger(costs: Costs) -> Ledger:
-    return start_ledger(jnp.asarray(costs.seconds, jnp.float32), costs.step_seconds, costs.node_seconds)
+    return start_ledger(jnp.asarray(costs.choice_seconds, jnp.float32), costs.step_seconds, costs.node_seconds)
 
 
 def _budgets(method: Method, budget: int | Literal["auto"], costs: Costs | None) -> tuple[tuple[int, ...], int]:
@@ -231,7 +231,7 @@ def _budgets(method: Method, budget: int | Literal["auto"], costs: Costs | None)
     )
     largest = costs.budgets[-1]
     require(largest <= MAX_BUDGET, f"the table of costs has a budget of {largest}; calibrate up to {MAX_BUDGET}.")
-    return costs.budgets, largest
+    return costs.choices, largest
 
 
 def _tree_plan(

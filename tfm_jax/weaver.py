@@ -27,10 +27,10 @@ from pallas_kernels import weaver_tree
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
 from tfm_jax.growth import (
+    ChooseSteps,
     Grown,
     NewNodes,
     NodeStep,
-    ChooseSteps,
     best_first_tree,
     check_growth,
     default_width,
@@ -332,7 +332,7 @@ class Weaver(nnx.Module):
         growth = self._grow(root, prompt, candidate_ids, candidate_scores, tables, **sizes)
         if growth is not None:
             tree = grown_tree(growth, budget=budget, max_depth=depth, pruned=True)
-            return Grown(tree, jnp.int32(steps))
+            return Grown(tree, jnp.int32(steps), jnp.full((1, width), -jnp.inf))
         slots = expanded_slots(budget, width, steps, ahead)
         step, cache = self._expansion(prompt, candidate_ids, candidate_scores, tables, slots, guesses=ahead > 0)
         marginals = jnp.where(candidate_ids >= 0, candidate_scores.astype(jnp.float32), -jnp.inf)
