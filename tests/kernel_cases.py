@@ -31,7 +31,7 @@ def golden_group(file: str, group: str) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def kernel(name: str, implementation: str, **options: int) -> Callable:
+def kernel(name: str, implementation: str, **options: int | str) -> Callable:
     function = functools.partial(getattr(pallas_kernels, name), implementation=implementation, **options)
     return function if implementation == "reference" else jax.jit(function)
 
