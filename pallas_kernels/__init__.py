@@ -12,6 +12,10 @@ h // (value_heads / key_heads), query head h uses key/value head h // (heads / k
 [batch, value_heads, key, value], key axis first. Nodes are in topological order: a parent's index is smaller than its
 children's, and node 0 is the root.
 
+Numbers. Trees, taps and paths that are none are refused where their numbers are at hand, which is outside of `jax.jit`
+and other transformations; such a call waits for these small arrays. Traced ones are not looked at: indices out of range
+then give results that mean nothing. Trees may be as deep as they have nodes.
+
 Arithmetic. The gated delta rule is computed in float32 whatever the dtype of the inputs, its matrix products never in
 plain tf32; with `precision="default"` a form for GPUs may err by 5e-4 of the result's norm, with "highest" by 5e-6.
 Attention multiplies in its inputs' dtype, and accumulates and normalises in float32.
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.checks import check_ancestors, check_indices, check_path
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
 from pallas_kernels.dispatch import Implementation, Precision, call, default_implementation, implementations
 from pallas_kernels.xla import take_nodes
@@ -81,11 +86,13 @@ def gdn_tree_verify(
         Outputs, updates and path decays, float32; a commit takes the last two.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes that do not fit, ancestors that are no tree, or an implementation that is unknown or cannot
+            take the arguments.
     """
     _check_heads(query, key, value)
     _check_gates(value, log_decay, beta)
     _check_shape("ancestors", ancestors, (*value.shape[:2], value.shape[1]), "batch, nodes, nodes")
+    check_ancestors(ancestors)
     _check_state(state, key, value)
     operands = (query, key, value, log_decay, beta, ancestors, state)
     return call("gdn_tree_verify", implementation, *operands, precision=precision)
@@ -113,7 +120,8 @@ def commit_states(
         implementation: see the module.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes that do not fit, a path that leaves the tree, or an implementation that is unknown or cannot
+            take the arguments.
     """
     if not states:
         return ()
@@ -121,7 +129,7 @@ def commit_states(
         _check_heads(key, key, update)
         _check_state(state, key, update)
         _check_shape("path_decay", path_decay, update.shape[:3], "batch, nodes, value_heads")
-    _check_path(path, count, len(states[0]))
+    _check_path(path, count, len(states[0]), keys[0].shape[1])
     return call("commit_states", implementation, states, keys, updates, path_decays, path, count)
 
 
@@ -154,7 +162,8 @@ def commit_rows(
         Windows and caches.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes that do not fit, taps or a path that leave the tree, or an implementation that is unknown or
+            cannot take the arguments.
     """
     batch, nodes = taps.shape[:2]
     for window, channels in zip(windows, inputs, strict=True):
@@ -167,7 +176,8 @@ def commit_rows(
         _check_shape("cache", cache, (batch, *cache.shape[1:]), "batch, kv_heads, capacity, head")
         _check_shape("rows", new, (batch, nodes, cache.shape[1], cache.shape[3]), "batch, nodes, kv_heads, head")
     _check_shape("lengths", lengths, (batch,), "batch")
-    _check_path(path, count, batch)
+    _check_path(path, count, batch, nodes)
+    _check_taps(taps)
     if not windows and not caches:
         return (), ()
     return call("commit_rows", implementation, windows, inputs, taps, caches, rows, lengths, path, count)
@@ -230,13 +240,15 @@ def tree_conv(
         implementation: see the module.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes that do not fit, taps that leave tree and window, or an implementation that is unknown or
+            cannot take the arguments.
     """
     batch, nodes, channels = inputs.shape
     width = kernel.shape[0]
     _check_shape("window", window, (batch, width - 1, channels), "batch, width - 1, channels")
     _check_shape("kernel", kernel, (width, channels), "width, channels")
     _check_shape("taps", taps, (batch, nodes, width), "batch, nodes, width")
+    _check_taps(taps)
     return call("tree_conv", implementation, inputs, window, kernel, taps)
 
 
@@ -339,9 +351,15 @@ def _check_gates(value: Array, log_decay: Array, beta: Array) -> None:
     _check_shape("beta", beta, value.shape[:3], "batch, nodes, value_heads")
 
 
-def _check_path(path: Array, count: Array, batch: int) -> None:
+def _check_path(path: Array, count: Array, batch: int, nodes: int) -> None:
     _check_shape("path", path, (batch, *path.shape[1:2]), "batch, steps")
     _check_shape("count", count, (batch,), "batch")
+    check_path(path, count, nodes)
+
+
+def _check_taps(taps: Array) -> None:
+    _, nodes, width = taps.shape
+    check_indices("taps", taps, 1 - width, nodes, f"{nodes} nodes after a window of {width - 1} rows")
 
 
 def _check_state(state: Array, key: Array, value: Array) -> None:
