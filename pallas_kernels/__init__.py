@@ -228,8 +228,9 @@ def tree_conv(
     kernel: Float[Array, "width channels"],
     taps: Int[Array, "batch nodes width"],
     *,
+    widths: tuple[int, ...],
     implementation: Implementation = "auto",
-) -> Float[Array, "batch nodes channels"]:
+) -> tuple[Float[Array, "batch nodes _"], ...]:
     """Depthwise causal convolution along every root-to-node path, then SiLU; sums in float32, inputs' dtype out.
 
     Args:
@@ -237,11 +238,15 @@ def tree_conv(
         window: the width − 1 inputs committed last, oldest first.
         kernel: its last row multiplies the node itself.
         taps: entry j is the node's j-th ancestor (0: itself); a negative c is row width − 1 + c of the window.
+        widths: channels of each result, from the first channel on; in a GDN layer those of queries, keys and values.
         implementation: see the module.
 
+    Returns:
+        An array for every width.
+
     Raises:
-        ValueError: shapes that do not fit, taps that leave tree and window, or an implementation that is unknown or
-            cannot take the arguments.
+        ValueError: shapes or widths that do not fit, taps that leave tree and window, or an implementation that is
+            unknown or cannot take the arguments.
     """
     batch, nodes, channels = inputs.shape
     width = kernel.shape[0]
@@ -249,7 +254,10 @@ def tree_conv(
     _check_shape("kernel", kernel, (width, channels), "width, channels")
     _check_shape("taps", taps, (batch, nodes, width), "batch, nodes, width")
     _check_taps(taps)
-    return call("tree_conv", implementation, inputs, window, kernel, taps)
+    if sum(widths) != channels or min(widths) < 1:
+        message = f"widths are {widths}, expected positive numbers whose sum is {channels}, the channels"
+        raise ValueError(message)
+    return call("tree_conv", implementation, inputs, window, kernel, taps, widths=widths)
 
 
 def tree_attention(

@@ -49,7 +49,7 @@ _FORMS: dict[str, dict[str, _Form]] = {  # the fastest first (but for small tree
         "reference": _REFERENCE,
     },
     "gdn_chunk": {"mosaic": _Form("mosaic_chunk"), "xla": _XLA, "reference": _REFERENCE},
-    "tree_conv": {"xla": _XLA, "reference": _REFERENCE},
+    "tree_conv": {"mosaic": _Form("mosaic_conv"), "xla": _XLA, "reference": _REFERENCE},
     "tree_attention": {
         "mosaic": _Form("mosaic_attention"),
         "triton": _Form("triton_attention"),

@@ -1,8 +1,7 @@
-"""The short convolution of a tree as one Mosaic GPU kernel (Hopper): what verification reads, in its layout.
+"""The short convolution of a tree as one Mosaic GPU kernel (Hopper), whose results are arrays of their own.
 
-A block of threads takes a few nodes and some channels, eight a thread. It reads each node's row and its ancestors' from
-global memory, all loads in flight together, and writes queries, keys and values as arrays of their own: XLA would cut
-them out of one array with a kernel each.
+A block of threads takes a node and up to 1,024 channels of one result. The weights, the window and the rows of the node
+and of its ancestors are all on their way at the same time, and what matters is how long one load takes.
 """
 
 from __future__ import annotations
@@ -19,11 +18,17 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic_common import BF16, F32, I32, WARPGROUP, Ref
 
-LANES = (8, 4, 2, 1)  # channels a thread
-NODES = 2  # nodes a block of threads
+LANES = (8, 4, 2, 1)  # channels a thread, as many as divide every result
 
 
-def unsupported(inputs: Array, window: Array, kernel: Array, taps: Array, *, widths: tuple[int, ...]) -> str | None:  # noqa: ARG001 - any taps are taken
+def unsupported(
+    inputs: Array,
+    window: Array,
+    kernel: Array,
+    taps: Array,  # noqa: ARG001 - any are taken
+    *,
+    widths: tuple[int, ...],
+) -> str | None:
     """Which argument `tree_conv` cannot take, in one sentence, or None."""
     for name, x in (("inputs", inputs), ("window", window), ("kernel", kernel)):
         if x.dtype != BF16:
@@ -33,7 +38,7 @@ def unsupported(inputs: Array, window: Array, kernel: Array, taps: Array, *, wid
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("widths", "nodes_a_block", "interpret"))
+@functools.partial(jax.jit, static_argnames=("widths", "interpret"))  # the layers of a model share one trace
 def tree_conv(
     inputs: Float[Array, "batch nodes channels"],
     window: Float[Array, "batch window channels"],
@@ -41,22 +46,22 @@ def tree_conv(
     taps: Int[Array, "batch nodes width"],
     *,
     widths: tuple[int, ...],
-    nodes_a_block: int = NODES,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "batch nodes _"], ...]:
-    """`pallas_kernels.tree_conv` for what `unsupported` lets through."""
+    """`pallas_kernels.tree_conv` for what `unsupported` lets through; `interpret` is set to run on a CPU."""
     batch, nodes, channels = inputs.shape
     lanes = next(n for n in LANES if math.gcd(*widths) % (n * WARPGROUP) == 0)
     block = lanes * WARPGROUP
-    results = plgpu.kernel(
-        functools.partial(_kernel, block=block, lanes=lanes, nodes_a_block=nodes_a_block),
-        out_type=tuple(jax.ShapeDtypeStruct((batch, nodes, width), inputs.dtype) for width in widths),
-        grid=(batch, -(-nodes // nodes_a_block), channels // block),
-        grid_names=("batch", "nodes", "block"),
-        interpret=interpret,
-        kernel_name="tree_conv",
-    )(inputs, window, kernel, taps.astype(I32))
-    return tuple(results)
+    return tuple(
+        plgpu.kernel(
+            functools.partial(_kernel, lanes=lanes),
+            out_type=tuple(jax.ShapeDtypeStruct((batch, nodes, width), BF16) for width in widths),
+            grid=(batch, nodes, channels // block),
+            grid_names=("batch", "node", "block"),
+            interpret=interpret,
+            kernel_name="tree_conv",
+        )(inputs, window, kernel, taps.astype(I32))
+    )
 
 
 def _kernel(
@@ -65,61 +70,40 @@ def _kernel(
     kernel_ref: Ref,
     taps_ref: Ref,
     *out_refs: Ref,
-    block: int,
     lanes: int,
-    nodes_a_block: int,
 ) -> None:
+    """A branch for every result, since a kernel cannot choose where to write by a number."""
+    block, first = lanes * WARPGROUP, 0
     start = lax.axis_index("block") * block
-    first = 0
     for out_ref in out_refs:
         last = first + out_ref.shape[2]
         convolve = functools.partial(
             _convolve,
-            inputs_ref,
-            window_ref,
-            kernel_ref,
-            taps_ref,
-            out_ref,
-            source=start,
-            target=start - first,
-            block=block,
+            inputs_ref.at[lax.axis_index("batch"), :, pl.ds(start, block)],
+            window_ref.at[lax.axis_index("batch"), :, pl.ds(start, block)],
+            kernel_ref.at[:, pl.ds(start, block)],
+            taps_ref.at[lax.axis_index("batch"), lax.axis_index("node")],
+            out_ref.at[lax.axis_index("batch"), lax.axis_index("node"), pl.ds(start - first, block)],
             lanes=lanes,
-            nodes_a_block=nodes_a_block,
         )
         pl.when((start >= first) & (start < last))(convolve)
         first = last
 
 
-def _convolve(
-    inputs_ref: Ref,
-    window_ref: Ref,
-    kernel_ref: Ref,
-    taps_ref: Ref,
-    out_ref: Ref,
-    *,
-    source: Array,
-    target: Array,
-    block: int,
-    lanes: int,
-    nodes_a_block: int,
-) -> None:
-    batch = lax.axis_index("batch")
-    columns = pl.ds(source, block)
-    layout = plgpu.Layout.WG_STRIDED((block,), vec_size=lanes)
-    nodes, width = taps_ref.shape[1:]
+def _convolve(inputs_ref: Ref, window_ref: Ref, kernel_ref: Ref, taps_ref: Ref, out_ref: Ref, *, lanes: int) -> None:
+    """One node's channels."""
+    width = kernel_ref.shape[0]
+    layout = plgpu.Layout.WG_STRIDED(out_ref.shape, vec_size=lanes)
 
     def load(ref: Ref) -> Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(F32)
 
-    weights = [load(kernel_ref.at[j, columns]) for j in range(width)]
-    committed = [load(window_ref.at[batch, j, columns]) for j in range(width - 1)]
-    for n in range(nodes_a_block):
-        node = jnp.minimum(lax.axis_index("nodes") * nodes_a_block + n, nodes - 1)  # the last one may be written twice
-        total = load(inputs_ref.at[batch, node, columns]) * weights[-1]
-        for j in range(1, width):
-            tap = taps_ref[batch, node, j]
-            row = load(inputs_ref.at[batch, jnp.maximum(tap, 0), columns])
-            for back, old in enumerate(reversed(committed), 1):
-                row = jnp.where(lax.broadcast_in_dim(tap == -back, row.shape, []), old, row)
-            total += row * weights[width - 1 - j]
-        out_ref[batch, node, pl.ds(target, block)] = (total / (1.0 + jnp.exp(-total))).astype(out_ref.dtype)
+    committed = [load(window_ref.at[j]) for j in reversed(range(width - 1))]  # the newest first: taps −1, −2, …
+    total = load(inputs_ref.at[lax.axis_index("node")]) * load(kernel_ref.at[width - 1])
+    for j in range(1, width):
+        tap = taps_ref[j]
+        row = load(inputs_ref.at[jnp.maximum(tap, 0)])
+        for back, old in enumerate(committed, 1):
+            row = jnp.where(lax.broadcast_in_dim(tap == -back, row.shape, []), old, row)
+        total += row * load(kernel_ref.at[width - 1 - j])
+    out_ref[...] = (total / (1.0 + jnp.exp(-total))).astype(BF16)

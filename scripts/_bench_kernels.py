@@ -24,17 +24,18 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import tyro
 from _bench_report import show_kernels
-from _kernel_cases import attention_workloads, gdn_chunk_workloads, gdn_tree_workloads
+from _kernel_cases import attention_workloads, conv_workloads, gdn_chunk_workloads, gdn_tree_workloads
 from _kernel_cases_model import commit_workloads, top_k_workloads, weaver_workloads
 from _kernel_timing import Ceilings, Layers, Program, measure_ceilings, time_program
 from _kernel_workload import QWEN_27B, SMALL, Shapes, Workload, with_known
 
 from tfm_jax.errors import TfmError
 
-Op = Literal["gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"]
+Op = Literal["gdn_tree_verify", "tree_conv", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"]
 Form = Literal["mosaic", "triton", "xla", "fla-core"]
 _WORKLOADS: dict[str, Callable[[Shapes, str], Iterator[Workload]]] = {
     "gdn_tree_verify": gdn_tree_workloads,
+    "tree_conv": conv_workloads,
     "tree_attention": attention_workloads,
     "commit": commit_workloads,
     "top_k": top_k_workloads,
@@ -74,7 +75,15 @@ class Kernels:
     """
 
     output: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
-    ops: tuple[Op, ...] = ("gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk")
+    ops: tuple[Op, ...] = (
+        "gdn_tree_verify",
+        "tree_conv",
+        "tree_attention",
+        "commit",
+        "top_k",
+        "weaver_tree",
+        "gdn_chunk",
+    )
     implementations: tuple[Form, ...] = ("mosaic", "triton", "xla", "fla-core")
     precision: Literal["default", "highest"] = "default"
     repeats: int = 20

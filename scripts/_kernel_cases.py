@@ -20,6 +20,7 @@ from _kernel_workload import (
     nbytes,
     random_parents,
     relative_error,
+    taps_of,
 )
 
 import pallas_kernels
@@ -100,6 +101,33 @@ def gdn_chunk_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
     )
 
 
+def conv_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
+    """The short convolution of a tree in one GDN layer; its results are what verification reads."""
+    keys = shapes.key_heads * shapes.width
+    widths = (keys, keys, shapes.channels - 2 * keys)
+    for nodes in shapes.nodes:
+        taps = taps_of(random_parents(nodes))
+
+        def operands(layer: int, nodes: int = nodes, taps: np.ndarray = taps) -> tuple[Any, ...]:
+            normal, width = Normals(layer), taps.shape[1]
+            rows = ((1, nodes, shapes.channels), (1, width - 1, shapes.channels), (width, shapes.channels))
+            return (*(normal(*shape, dtype=jnp.bfloat16) for shape in rows), jnp.asarray(taps, jnp.int32)[None])
+
+        yield Workload(
+            op="tree_conv",
+            case=f"nodes={nodes}",
+            forms=forms_of("tree_conv"),
+            operands=operands,
+            run=lambda form, _: functools.partial(_convolve, form, widths),
+            oracle=functools.partial(_conv_oracle, widths),
+            error=lambda actual, expected: max(map(relative_error, actual, expected)),
+            bar=_ROUNDING_BAR,
+            bytes=2 * shapes.channels * (2 * nodes + 2 * taps.shape[1] - 1) + 4 * taps.size,
+            operations=2 * taps.size * shapes.channels,
+            layers=shapes.gdn_layers,
+        )
+
+
 def attention_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     """Attention of a tree, and of one node, over a long cache; the oracle computes one key/value head."""
     group = shapes.heads // shapes.kv_heads
@@ -164,6 +192,16 @@ def _traffic(op: str, operands: Callable[[int], tuple[Any, ...]]) -> int:
     return nbytes(inputs) + nbytes(
         jax.eval_shape(functools.partial(getattr(pallas_kernels, op), implementation="xla"), *inputs)
     )
+
+
+def _convolve(form: Any, widths: tuple[int, ...], *operands: Any) -> tuple[jax.Array, ...]:  # noqa: ANN401
+    return pallas_kernels.tree_conv(*operands, widths=widths, implementation=form)
+
+
+def _conv_oracle(widths: tuple[int, ...], *operands: jax.Array) -> tuple[np.ndarray, ...]:
+    *arrays, taps = operands
+    inputs, window, kernel = exact(*arrays)
+    return reference.tree_conv(inputs, window, kernel, np.asarray(taps), widths=widths)
 
 
 def _attention_operands(shapes: Shapes, mask: np.ndarray, context: int, layer: int) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from _kernel_timing import Layers
 
+WINDOW = 3  # rows of a convolution's window
 _MAX_DEPTH = 15
 
 
@@ -147,6 +148,15 @@ def ancestors_of(parents: np.ndarray) -> np.ndarray:
         if parent >= 0:
             mask[node] |= mask[parent]
     return mask
+
+
+def taps_of(parents: np.ndarray) -> np.ndarray:
+    """Row i: the node and its next three ancestors; past the root -1, -2, … count back into the window."""
+    taps = [np.arange(len(parents))]
+    for _ in range(WINDOW):
+        last = taps[-1]
+        taps.append(np.where(last > 0, parents[np.maximum(last, 0)], last - 1))
+    return np.stack(taps, axis=1)
 
 
 class Normals:

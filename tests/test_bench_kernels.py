@@ -23,7 +23,7 @@ import pallas_kernels
 
 pytestmark = pytest.mark.slow
 
-OPS = {"gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"}
+OPS = {"gdn_tree_verify", "tree_conv", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"}
 KEYS = {"op", "case", "buffers", "implementation", "us", "floor_us", "rel_err"}
 JSON = ROOT / "benchmarks" / "kernels-h200.json"
 

@@ -346,7 +346,7 @@ def test_conv_reads_across_the_window_and_not_across_branches(implementation: st
 def test_conv_sums_bfloat16_inputs_in_float32(implementation: str) -> None:
     x = jnp.asarray([[[1.0], [2**-9], [2**-9], [2**-9]]], jnp.bfloat16)  # 1 + 2^-9 rounds to 1
     ones, taps = jnp.ones((4, 1), jnp.bfloat16), jnp.asarray(taps_of(chain(4)))[None]
-    actual = kernel("tree_conv", implementation)(x, jnp.zeros((1, 3, 1), jnp.bfloat16), ones, taps)
+    (actual,) = kernel("tree_conv", implementation, widths=(1,))(x, jnp.zeros((1, 3, 1), jnp.bfloat16), ones, taps)
     total = 1 + 3 * 2**-9
     assert actual.dtype == jnp.bfloat16
     assert actual[0, 3, 0] == jnp.asarray(total / (1 + np.exp(-total)), jnp.bfloat16)
@@ -376,7 +376,14 @@ def test_a_state_with_other_heads_is_refused() -> None:
 def test_a_convolution_window_of_another_length_is_refused() -> None:
     x, taps = jnp.ones((1, 5, 8)), jnp.zeros((1, 5, 4), jnp.int32)
     with pytest.raises(ValueError, match=r"window has shape \(1, 2, 8\), expected \(1, 3, 8\)"):
-        pallas_kernels.tree_conv(x, x[:, :2], x[0, :4], taps)
+        pallas_kernels.tree_conv(x, x[:, :2], x[0, :4], taps, widths=(8,))
+
+
+@pytest.mark.parametrize("widths", [(4, 3), (9, -1), (8, 0)])
+def test_results_of_a_convolution_take_all_channels(widths: tuple[int, ...]) -> None:
+    x, taps = jnp.ones((1, 5, 8)), jnp.zeros((1, 5, 4), jnp.int32)
+    with pytest.raises(ValueError, match="expected positive numbers whose sum is 8, the channels"):
+        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps, widths=widths)
 
 
 def changed_mask(changes: dict[tuple[int, int], bool]) -> jax.Array:
@@ -419,9 +426,9 @@ def test_trees_and_unused_nodes_are_taken(changes: dict[tuple[int, int], bool]) 
 def test_taps_out_of_range_are_refused(tap: int) -> None:
     x, taps = jnp.ones((1, 5, 8)), jnp.zeros((1, 5, 4), jnp.int32).at[0, 2, 3].set(tap)
     with pytest.raises(ValueError, match=f"taps holds {tap}, expected -3 to 4 for 5 nodes after a window of 3 rows"):
-        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps)
+        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps, widths=(8,))
     for edge in (-3, 4):
-        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps.at[0, 2, 3].set(edge))
+        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps.at[0, 2, 3].set(edge), widths=(8,))
 
 
 @pytest.mark.parametrize(
