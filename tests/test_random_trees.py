@@ -167,5 +167,6 @@ def test_ten_thousand_trees_through_xla() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(3600)  # 16 programs, one after the other
 def test_ten_thousand_trees_on_the_device() -> None:
     check(tuple((form, precision) for form in ("mosaic", "triton") for precision in BARS), range(ROUNDS))
