@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _bench_report import plot_depths, plot_methods, show_acceptance
+from _bench_report import plot_budgets, plot_depths, plot_methods, show_acceptance
 from jaxtyping import Float
 
 from tfm_jax.config import DraftNoise, Method, TreeKind
@@ -167,8 +167,9 @@ class Acceptance:
         show_acceptance(report)
 
     def plot(self, report: dict[str, Any], output: Path) -> None:
-        """Draws acceptance by method and by depth, beside the JSON."""
+        """Draws acceptance by method, by budget and by depth, beside the JSON."""
         plot_methods(report["rows"], output.with_name(f"{output.stem}_methods.png"))
+        plot_budgets(report["rows"], output.with_name(f"{output.stem}_budgets.png"))
         plot_depths(report["rows"], output.with_name(f"{output.stem}_depths.png"))
 
     def failure(self, report: dict[str, Any]) -> str | None:

@@ -11,11 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 type Rows = Sequence[dict[str, Any]]
 
 _PARETO = {"steps": "dependent steps of the Weaver", "expanded": "nodes that the Weaver expands"}
+_NOISE_MARKERS = {"none": "s", "shared": "o"}
+_NOISE_LABELS = {"none": "noise not shared", "shared": "shared noise"}
 _TREE_FIGURES = (("acceptance_length", ""), ("difference", "+"))
 
 
@@ -41,34 +44,63 @@ def show_acceptance(report: dict[str, Any]) -> None:
 
 
 def plot_methods(rows: Rows, path: Path) -> None:
-    """Acceptance length with its interval, a panel for each set."""
+    """Acceptance length at the largest budget with its interval, a panel for each set."""
     from matplotlib import pyplot as plt
 
+    rows = _largest_budget(rows)
     sets, temperatures = _values(rows, "set"), _values(rows, "temperature")
     figure, axes = plt.subplots(1, len(sets), figsize=(3.4 * len(sets), 3.2), sharey=True, squeeze=False)
     for axis, name in zip(axes[0], sets, strict=True):
         members = [row for row in rows if row["set"] == name and row["ci95"] is not None]
-        places = {label: place for place, label in enumerate(dict.fromkeys(map(_label, members)))}
+        places = {label: place for place, label in enumerate(dict.fromkeys(row["method"] for row in members))}
         for number, temperature in enumerate(temperatures):
-            drawn = [row for row in members if row["temperature"] == temperature]
-            shift = 0.2 * (number - (len(temperatures) - 1) / 2)
-            lengths = [row["acceptance_length"] for row in drawn]
-            below = [row["acceptance_length"] - row["ci95"][0] for row in drawn]
-            above = [row["ci95"][1] - row["acceptance_length"] for row in drawn]
-            at = [places[_label(row)] + shift for row in drawn]
-            axis.errorbar(at, lengths, yerr=(below, above), fmt="o", capsize=3, label=f"temperature {temperature:g}")
+            for noise, marker in _NOISE_MARKERS.items():
+                drawn = [row for row in members if (row["temperature"], row["draft_noise"]) == (temperature, noise)]
+                shift = 0.2 * (number - (len(temperatures) - 1) / 2)
+                at = [places[row["method"]] + shift for row in drawn]
+                label = f"temperature {temperature:g}" if any(row["budget"] for row in drawn) else None
+                _draw_estimates(axis, at, drawn, fmt=marker, label=label, color=f"C{number}")
         axis.set_xticks(list(places.values()), list(places))
         axis.set(title=name)
     axes[0, 0].set_ylim(bottom=0)
     axes[0, 0].set_ylabel("tokens a round")
-    axes[0, 0].legend(loc="lower right")
+    axes[0, 0].legend(loc="upper left")
+    _save(figure, path)
+
+
+def plot_budgets(rows: Rows, path: Path) -> None:
+    """Acceptance length of the last set by budget with its interval, a panel for each temperature."""
+    from matplotlib import pyplot as plt
+
+    temperatures, last = _values(rows, "temperature"), _values(rows, "set")[-1]
+    drafts = [row for row in rows if row["set"] == last and row["budget"] and row["ci95"] is not None]
+    size = (3.8 * len(temperatures), 3.4)
+    figure, axes = plt.subplots(1, len(temperatures), figsize=size, sharey=True, squeeze=False)
+    for axis, temperature in zip(axes[0], temperatures, strict=True):
+        for number, method in enumerate(_values(drafts, "method")):
+            for noise, marker in _NOISE_MARKERS.items():
+                key = (method, temperature, noise)
+                line = [row for row in drafts if (row["method"], row["temperature"], row["draft_noise"]) == key]
+                if line:
+                    label = f"{method}, {_NOISE_LABELS[noise]}" if temperature else method
+                    budgets = [row["budget"] for row in line]
+                    _draw_estimates(axis, budgets, line, fmt=f"{marker}-", label=label, color=f"C{number}")
+        axis.set(title=f"{last}, temperature {temperature:g}", xlabel="budget, nodes")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(_values(drafts, "budget"), _values(drafts, "budget"))
+        axis.minorticks_off()
+        if axis.containers:
+            axis.legend(fontsize=8)
+    axes[0, 0].set_ylim(bottom=0)
+    axes[0, 0].set_ylabel("tokens a round")
     _save(figure, path)
 
 
 def plot_depths(rows: Rows, path: Path) -> None:
-    """Share of the last set's rounds that emit a drafted token at each depth, a panel for each temperature."""
+    """Share of the last set's rounds that emit a drafted token at each depth, at the largest budget."""
     from matplotlib import pyplot as plt
 
+    rows = _largest_budget(rows)
     temperatures, last = _values(rows, "temperature"), _values(rows, "set")[-1]
     figure, axes = plt.subplots(
         1, len(temperatures), figsize=(4.2 * len(temperatures), 3.2), sharey=True, squeeze=False
@@ -77,10 +109,12 @@ def plot_depths(rows: Rows, path: Path) -> None:
         for row in rows:
             if (row["set"], row["temperature"]) == (last, temperature) and row["accepted_by_depth"]:
                 shares = [count / row["rounds"] for count in row["accepted_by_depth"]]
-                axis.plot(range(1, len(shares) + 1), shares, marker=".", label=_label(row))
+                style = "-" if row["draft_noise"] == "shared" or not temperature else "--"
+                label = f"{row['method']}, {_NOISE_LABELS[row['draft_noise']]}" if temperature else row["method"]
+                axis.plot(range(1, len(shares) + 1), shares, style, marker=".", label=label)
         axis.set(title=f"{last}, temperature {temperature:g}", xlabel="depth", ylim=(0, 1))
         if axis.lines:
-            axis.legend()
+            axis.legend(fontsize=8)
     axes[0, 0].set_ylabel("share of rounds")
     _save(figure, path)
 
@@ -131,7 +165,7 @@ def plot_pareto(rows: Rows, path: Path) -> None:
 
     temperatures, last = _values(rows, "temperature"), _values(rows, "set")[-1]
     markers = dict(zip(_values(rows, "schedule"), itertools.cycle("os^vDP*X<>hp"), strict=False))
-    figure, axes = plt.subplots(len(temperatures), 2, figsize=(10, 3.2 * len(temperatures)), squeeze=False)
+    figure, axes = plt.subplots(len(temperatures), 2, figsize=(12, 3.2 * len(temperatures)), squeeze=False)
     for line, temperature in zip(axes, temperatures, strict=True):
         drawn = [row for row in rows if (row["set"], row["temperature"]) == (last, temperature)]
         for axis, name in zip(line, ("steps", "expanded"), strict=True):
@@ -140,9 +174,8 @@ def plot_pareto(rows: Rows, path: Path) -> None:
                 axis.plot(row[name], length, marker, markersize=7, alpha=0.7, label=row["schedule"])
             axis.set(title=f"{last}, temperature {temperature:g}", xlabel=_PARETO[name], ylabel="tokens a round")
             axis.set_xscale("log", base=2)
-            axis.set_xticks(sorted({row[name] for row in drawn}), sorted({row[name] for row in drawn}), fontsize=7)
-            axis.minorticks_off()
-    axes[0, 1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7)
+            axis.xaxis.set_major_formatter("{x:g}")
+    axes[0, 1].legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=7, ncols=2)
     _save(figure, path)
 
 
@@ -165,11 +198,18 @@ def _key(row: dict[str, Any]) -> tuple[str, ...]:
     return f"{row['temperature']:g}", str(row["budget"]), row["draft_noise"], row["set"]
 
 
-def _label(row: dict[str, Any]) -> str:
-    """Method, budget, and a star for shared noise."""
-    return (
-        f"{row['method']} {row['budget']}{'*' * (row['draft_noise'] == 'shared')}" if row["budget"] else row["method"]
-    )
+def _largest_budget(rows: Rows) -> Rows:
+    """Rows of each method at its largest budget."""
+    largest = {row["method"]: row["budget"] for row in sorted(rows, key=lambda row: row["budget"])}
+    return [row for row in rows if row["budget"] == largest[row["method"]]]
+
+
+def _draw_estimates(axis: Axes, at: Sequence[float], rows: Rows, **style: Any) -> None:  # noqa: ANN401
+    """Acceptance lengths with their intervals."""
+    lengths = [row["acceptance_length"] for row in rows]
+    below = [row["acceptance_length"] - row["ci95"][0] for row in rows]
+    above = [row["ci95"][1] - row["acceptance_length"] for row in rows]
+    axis.errorbar(at, lengths, yerr=(below, above), capsize=3, **style)
 
 
 def _values(rows: Rows, name: str) -> list[Any]:

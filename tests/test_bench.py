@@ -192,7 +192,7 @@ def test_a_prompt_has_the_same_seed_in_a_batch(report: dict[str, Any], inputs: P
 def test_plots_lie_beside_the_json(report: dict[str, Any], inputs: Path) -> None:
     pytest.importorskip("matplotlib")
     assert report["rows"]
-    for name in ("out_methods.png", "out_depths.png"):
+    for name in ("out_methods.png", "out_budgets.png", "out_depths.png"):
         assert (inputs / name).read_bytes().startswith(b"\x89PNG")
 
 
