@@ -2,19 +2,22 @@
 
 The steps of a tree depend on each other and each is short (50 MB of weights, 12 µs of bandwidth on an H200, for a rank
 of 2048), so launches and their ramps cost more than the work. Here one program per multiprocessor stays for all steps;
-they meet at barriers in device memory, seven a step:
+they meet at barriers in device memory, six a step:
 
-    query, key, value | attention | output projection | MLP, first layer | second | logits | best children of a node |
+    query, key, value | attention | output projection | MLP, first layer | second | logits
 
-Between the last barrier and the next step's first product every program repeats the choice of the next nodes for
-itself, in registers, so that it needs no eighth. Weights of a phase are loaded before the barrier in front of it. A
-program owns 16 columns of every matrix; a product is 16 columns × nodes, its sum over channels split over the warps.
-All sums have a fixed order.
+Between the last barrier and the next step's first product every program finds the best children and the next nodes for
+itself, in registers, so that it needs no seventh. A program owns 16 columns of every matrix; a product is 16 columns x
+nodes, its sum over channels split over the warps. All sums have a fixed order.
 
-Latency rules a step, not bandwidth: barriers, reductions across warps and code that passes the instruction cache once a
-step. Hence loops in place of unrolled code, and 8 warps (with 16 a tree took 1.3 times as long).
+Latency rules a step: barriers, exchanges between warps, and code that passes the instruction cache once a step. So
+- a warp owns a node while children are found: its reductions need no other warp, and those of int32 are one instruction;
+- products are `mma.sync` on operands as they come from memory (`_product`), which Triton would carry through shared
+  memory: channels are summed, so it does not matter which of them an operand's register holds, if both hold the same;
+- a norm is a factor: its scale is folded into the matrix behind it, and the squares are summed by one more product;
+- what the programs agree on, the nodes of a step, is held in scalars.
 
-Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
+Rounding follows the XLA form: bfloat16 after every product and residual sum, float32 inside.
 """
 
 # ruff: noqa: PLR0915 - a kernel whose phases share registers is one long function
@@ -26,31 +29,56 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
 from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
-from pallas_kernels.weaver_tree import PATH
+from pallas_kernels.weaver_tree import PATH, WARPS
 
 COLUMNS = tl.constexpr(_COLUMNS)
 LEVELS = tl.constexpr(PATH)
-VALUE = tl.constexpr(2)  # of query, key, value
-LOWEST = tl.constexpr(-(2**63))
+SPLITS = tl.constexpr(WARPS)
+LANES = tl.constexpr(32)
+ROWS = tl.constexpr(8)  # of an operand that one instruction takes: half of a program's columns, or the nodes
+WORD = tl.constexpr(4)  # bfloat16 numbers in an int64
+LOWEST = tl.constexpr(-(2**31))
+NOTHING = tl.constexpr(-2139095041)  # the key of −inf
+LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 @no_type_check
-def _meet(counter: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Barrier of all programs: everything written before it is seen after it. `total` arrivals end the wait.
+def _arrive(counter: tl.tensor) -> None:
+    """This program's half of a barrier: what it has written is seen behind the barrier."""
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first red.release.gpu.global.add.u32 [$1], 1;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l",
+        [counter],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+@no_type_check
+def _wait(counter: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """The other half: `total` arrivals end it.
 
     Returns a 0 that the compiler does not know to be one: addresses that add it are computed where they are used,
     not once before all steps, which would take more registers than there are.
     """
-    tl.debug_barrier()
     zero = tl.inline_asm_elementwise(
         """{
         .reg .pred first, early;
-        .reg .u32 lane, seen;
-        mov.u32 lane, %tid.x;
-        setp.eq.u32 first, lane, 0;
+        .reg .u32 thread, seen;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
         @!first bra DONE;
-        red.release.gpu.global.add.u32 [$1], 1;
         WAIT:
         ld.acquire.gpu.global.u32 seen, [$1];
         setp.lt.u32 early, seen, $2;
@@ -70,98 +98,199 @@ def _meet(counter: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 @triton.jit
 @no_type_check
-def _float_key(x: tl.tensor) -> tl.tensor:
-    """Order-preserving int64 of a float32."""
+def _key(x: tl.tensor) -> tl.tensor:
+    """Order-preserving int32 of a float32."""
     bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 @no_type_check
-def _key_float(key: tl.tensor) -> tl.tensor:
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _unkey(key: tl.tensor) -> tl.tensor:
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 @no_type_check
-def _channels(half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr) -> tl.tensor:
-    """[splits, rank / splits / 2]: half of the channels, in runs, one run a warp."""
-    run: tl.constexpr = rank // splits // 2
-    return (tl.arange(0, splits).to(tl.int64)[:, None] * 2 + half) * run + tl.arange(0, run).to(tl.int64)[None, :]
+def _of_node(node: tl.tensor, values: tl.tuple) -> tl.tensor:
+    """The values, a scalar a node, of the nodes in a tensor."""
+    result = values[0]
+    for number in tl.static_range(1, len(values)):
+        result = tl.where(node == number, values[number], result)
+    return result
+
+
+# --- products --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 @no_type_check
-def _half(
-    kernel: tl.tensor, column: tl.tensor, half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
+def _words(rank: tl.constexpr, stride: tl.constexpr) -> tl.tensor:
+    """[8, warps, repeats, 8]: offsets of the int64 words of 8 rows, a run of channels a warp; a lane has 16 bytes."""
+    row = tl.arange(0, ROWS)[:, None, None, None]
+    warp = tl.arange(0, SPLITS)[None, :, None, None]
+    repeat = tl.arange(0, rank // (SPLITS * ROWS * WORD))[None, None, :, None]
+    word = tl.arange(0, ROWS)[None, None, None, :]
+    return row * stride + warp * (rank // (SPLITS * WORD)) + repeat * ROWS + word
+
+
+@triton.jit
+@no_type_check
+def _as_words(x: tl.tensor) -> tl.tensor:
+    return x.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+@no_type_check
+def _columns(matrix: tl.tensor, column: tl.tensor, rank: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """A program's 16 columns of a matrix, stored [columns, rank], in two halves."""
+    at = _as_words(matrix) + column * (rank // WORD) + _words(rank, rank // WORD)
+    return tl.load(at), tl.load(at + ROWS * (rank // WORD))
+
+
+@triton.jit
+@no_type_check
+def _nodes(
+    x: tl.tensor, tile: tl.constexpr, rows: tl.constexpr, rank: tl.constexpr
 ) -> tl.tensor:
-    """[splits, 16, run]: half of the channels of a program's columns of a matrix, stored [columns, rank]."""
-    offset = tl.arange(0, COLUMNS).to(tl.int64)[None, :, None] * rank + _channels(half, rank, splits)[:, None, :]
-    return tl.load(kernel + column * rank + offset)
+    """Eight nodes of an activation that other programs wrote; 0 for nodes from `rows` on."""
+    row = tl.arange(0, ROWS)[:, None, None, None] + tile * ROWS
+    at = _as_words(x) + tile * ROWS * (rank // WORD) + _words(rank, rank // WORD)
+    return tl.load(at, mask=row < rows, other=0, cache_modifier=".cg")
 
 
 @triton.jit
 @no_type_check
-def _rows(
-    x: tl.tensor, half: tl.constexpr, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
+def _candidates(
+    table: tl.tensor, ids: tl.tensor, first: tl.tensor, ends: tl.tensor, used: tl.tensor, rank: tl.constexpr
 ) -> tl.tensor:
-    """[splits, run, nodes]: channels of an activation that other programs wrote; 0 for nodes from `width` on."""
-    node = tl.arange(0, nodes)[None, None, :]
-    at = node * rank + _channels(half, rank, splits)[:, :, None]
-    return tl.load(x + at, mask=node < width, other=0.0, cache_modifier=".cg")
+    """Rows of the table of heads of eight candidates; 0 for what is none."""
+    place = first + tl.arange(0, ROWS)[:, None, None, None]
+    token = tl.load(ids + place, mask=(place < ends) & used, other=-1)
+    at = tl.maximum(token, 0).to(tl.int64) * (rank // WORD) + _words(rank, 0)
+    return tl.load(_as_words(table) + at, mask=token >= 0, other=0)
 
 
 @triton.jit
 @no_type_check
-def _inputs(
-    table: tl.tensor,
-    positions: tl.tensor,
-    token: tl.tensor,
-    row: tl.tensor,
-    half: tl.constexpr,
-    rank: tl.constexpr,
-    splits: tl.constexpr,
-) -> tl.tensor:
-    """[splits, run, nodes]: the same channels of the nodes' inputs."""
-    channel = _channels(half, rank, splits)[:, :, None]
-    here = tl.load(table + token[None, None, :].to(tl.int64) * rank + channel)
-    return _sum(here, tl.load(positions + row[None, None, :] * rank + channel))
+def _multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
+    """x · y + z in bfloat16, rounded once, of words."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x0, x1, y0, y1, z0, z1;
+        mov.b64 {x0, x1}, $1;
+        mov.b64 {y0, y1}, $2;
+        mov.b64 {z0, z1}, $3;
+        fma.rn.bf16x2 x0, x0, y0, z0;
+        fma.rn.bf16x2 x1, x1, y1, z1;
+        mov.b64 $0, {x0, x1};
+        }""",
+        "=l,l,l,l",
+        [x, y, z],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
 @no_type_check
-def _norms(
-    first: tl.tensor, second: tl.tensor, scale: tl.tensor, bias: tl.tensor, rank: tl.constexpr, splits: tl.constexpr
-) -> tuple[tl.tensor, ...]:
-    """Biased RMS norm of nodes given in two halves."""
-    x, y = first.to(tl.float32), second.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(tl.sum(x * x + y * y, axis=1), axis=0) / rank + 1e-6)[None, None, :]
-    channel = _channels(0, rank, splits)[:, :, None]
-    other = _channels(1, rank, splits)[:, :, None]
-    x = x * inverse * tl.load(scale + channel).to(tl.float32) + tl.load(bias + channel).to(tl.float32)
-    y = y * inverse * tl.load(scale + other).to(tl.float32) + tl.load(bias + other).to(tl.float32)
-    return _pin(x.to(tl.bfloat16)), _pin(y.to(tl.bfloat16))
+def _product(columns: tl.tuple, x: tl.tensor) -> tl.tensor:
+    """[8, warps, 2, 8]: of a program's columns, number 8 half + g at [g, :, half], and nodes; not yet summed over warps.
+
+    The operands are [8, warps, repeats, 8] words as `_words` finds them. A thread holds the words 2 t and 2 t + 1 of row
+    g in each repeat, for lane 4 g + t: what mma.m16n8k16 takes, if a word's four channels are called 2 t, 2 t + 1,
+    2 t + 8 and 2 t + 9. It returns the nodes 2 t and 2 t + 1 of column g to the same lane.
+    """
+    low, high = columns
+    sums = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a0, a1, a2, a3, b0, b1;
+        .reg .f32 c0, c1, c2, c3;
+        mov.f32 c0, 0f00000000;
+        mov.f32 c1, 0f00000000;
+        mov.f32 c2, 0f00000000;
+        mov.f32 c3, 0f00000000;
+        mov.b64 {a0, a2}, $4;
+        mov.b64 {a1, a3}, $8;
+        mov.b64 {b0, b1}, $12;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+            {c0, c1, c2, c3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3};
+        mov.b64 {a0, a2}, $5;
+        mov.b64 {a1, a3}, $9;
+        mov.b64 {b0, b1}, $13;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+            {c0, c1, c2, c3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3};
+        mov.b64 {a0, a2}, $6;
+        mov.b64 {a1, a3}, $10;
+        mov.b64 {b0, b1}, $14;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+            {c0, c1, c2, c3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3};
+        mov.b64 {a0, a2}, $7;
+        mov.b64 {a1, a3}, $11;
+        mov.b64 {b0, b1}, $15;
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+            {c0, c1, c2, c3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3};
+        mov.f32 $0, c0;
+        mov.f32 $1, c1;
+        mov.f32 $2, c2;
+        mov.f32 $3, c3;
+        }""",
+        "=f,=f,=f,=f,l,l,l,l,l,l,l,l,l,l,l,l",
+        [low, high, x],
+        dtype=tl.float32,
+        is_pure=False,
+        pack=4,
+    )
+    chains: tl.constexpr = x.shape[2] // 2
+    return tl.sum(tl.reshape(sums, (ROWS, SPLITS, chains, 2, ROWS)), axis=2)
 
 
 @triton.jit
 @no_type_check
-def _pin(x: tl.tensor) -> tl.tensor:
-    """The same x; without this the compiler changes its layout where it was loaded, and so waits for it there."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+def _add_2(a, b, p, q):  # noqa: ANN001, ANN202
+    return a + p, b + q
 
 
 @triton.jit
 @no_type_check
-def _product(weights: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """[splits, 16, nodes]: half of a product, its sum over channels not finished."""
-    return tl.dot(_pin(weights), x, out_dtype=tl.float32)
+def _add_3(a, b, c, p, q, r):  # noqa: ANN001, ANN202, PLR0913
+    return a + p, b + q, c + r
 
 
 @triton.jit
 @no_type_check
-def _total(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    return tl.sum(first + second, axis=0).to(tl.bfloat16)
+def _add_4(a, b, c, d, p, q, r, s):  # noqa: ANN001, ANN202, PLR0913
+    return a + p, b + q, c + r, d + s
+
+
+@triton.jit
+@no_type_check
+def _max_3(a, b, c, p, q, r):  # noqa: ANN001, ANN202, PLR0913
+    return tl.maximum(a, p), tl.maximum(b, q), tl.maximum(c, r)
+
+
+@triton.jit
+@no_type_check
+def _inverse(squares: tl.tensor, rank: tl.constexpr) -> tl.tensor:
+    """[1, 1, 8]: factor of the RMS norm of each node, from the products of all pairs of nodes."""
+    row = tl.arange(0, ROWS)[:, None, None]
+    own = (row == tl.arange(0, ROWS)[None, None, :]) & (tl.arange(0, 2)[None, :, None] == 0)
+    return tl.rsqrt(tl.sum(tl.sum(tl.where(own, squares, 0.0), axis=1), axis=0) / rank + 1e-6)[None, None, :]
+
+
+@triton.jit
+@no_type_check
+def _own() -> tl.tensor:
+    """[8, 2, 1]: numbers of a program's columns, as `_product` has them."""
+    return tl.arange(0, ROWS)[:, None, None] + tl.arange(0, 2)[None, :, None] * ROWS
+
+
+@triton.jit
+@no_type_check
+def _in_tile(tile: tl.constexpr) -> tl.tensor:
+    """[1, 1, 8]: numbers of eight nodes."""
+    return tl.arange(0, ROWS)[None, None, :] + tile * ROWS
 
 
 @triton.jit
@@ -173,39 +302,33 @@ def _sum(x: tl.tensor, y: tl.tensor) -> tl.tensor:
 
 @triton.jit
 @no_type_check
-def _norm(x: tl.tensor, scale: tl.tensor, bias: tl.tensor, rank: tl.constexpr) -> tl.tensor:
-    """Biased RMS norm of rows [nodes, rank]."""
-    channel = tl.arange(0, rank)
+def _gelu(x: tl.tensor) -> tl.tensor:
     x = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / rank + 1e-6)
-    scale = tl.load(scale + channel).to(tl.float32)
-    bias = tl.load(bias + channel).to(tl.float32)
-    return (x * inverse[:, None] * scale[None, :] + bias[None, :]).to(tl.bfloat16)
+    return (0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))).to(tl.bfloat16)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 @no_type_check
-def _own(x: tl.tensor, column: tl.tensor, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr) -> tl.tensor:
-    """[16, nodes] of an activation: a program's own columns."""
-    node = tl.arange(0, nodes)[None, :]
-    at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
-    return tl.load(x + at, mask=node < width, other=0.0, cache_modifier=".cg")
+def _path(
+    lineage: tl.tensor,
+    parent: tl.tensor,
+    base_depth: tl.tensor,
+    depth: tl.tensor,
+    chain: tl.tensor,
+    chains: tl.tensor,
+) -> tl.tensor:
+    """[2 · 16]: slots from the root to a node, −1 beyond, twice; all −1 for an unused node, whose depth is −1.
 
-
-@triton.jit
-@no_type_check
-def _put(
-    x: tl.tensor, value: tl.tensor, column: tl.tensor, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr
-) -> None:
-    node = tl.arange(0, nodes)[None, :]
-    at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
-    tl.store(x + at, value, mask=node < width)
-
-
-@triton.jit
-@no_type_check
-def _pick(vector: tl.tensor, index: tl.tensor, size: tl.constexpr) -> tl.tensor:
-    return tl.sum(tl.where(tl.arange(0, size) == index, vector, 0))
+    The first node of its chain has the depth `base_depth` and this parent; the chain's slot of depth d is
+    chain + chains · d.
+    """
+    step = tl.arange(0, 2 * LEVELS) % LEVELS
+    above = tl.load(lineage + parent * LEVELS + step, mask=(step < base_depth) & (depth >= 0), other=0)
+    path = tl.where(step >= base_depth, chain + chains * step, above)
+    return tl.where(step <= depth, path, -1)
 
 
 @triton.jit
@@ -223,136 +346,41 @@ def _attend(
     return tl.sum(match[:, None] * value, axis=0).to(tl.bfloat16)
 
 
+# --- children and choice ---------------------------------------------------------------------------------------------
+
+
 @triton.jit
 @no_type_check
-def _heads(
-    candidate_ids: tl.tensor,
-    heads_table: tl.tensor,
-    candidate: tl.tensor,
-    row: tl.tensor,
-    used: tl.tensor,
-    pool: tl.constexpr,
-    rank: tl.constexpr,
+def _children(
+    logits: tl.tensor, one: tl.tensor, used: tl.tensor, pool: tl.constexpr, nodes: tl.constexpr, expand: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """Ids of candidates of a depth, −1 for none, and their rows of the table of heads."""
-    ids = tl.load(candidate_ids + row * pool + candidate, mask=(candidate < pool) & used, other=-1)
-    at = ids.to(tl.int64)[:, None] * rank + tl.arange(0, rank)[None, :]
-    return ids, tl.load(heads_table + at, mask=(ids >= 0)[:, None], other=0.0)
+    """Log-probabilities and places in the pool of every node's best children, and the log-probability of the first.
 
-
-@triton.jit
-@no_type_check
-def _children(logits: tl.tensor, used: tl.tensor, pool: tl.constexpr, expand: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Log-probabilities and places in the pool of one node's best children, and the log-probability of the first."""
-    option = tl.arange(0, pool)
-    logit = tl.load(logits + option, mask=used, other=float("-inf"), cache_modifier=".cg")
-    first = tl.load(logits, mask=used, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(logit)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    total = finite + tl.log(tl.sum(tl.exp(logit - finite)))
-    order = (_float_key(logit) << 32) | (pool - 1 - option)
-    place = tl.arange(0, expand)
-    best = tl.full((expand,), LOWEST, tl.int64)
+    [32, nodes], with child number lane % expand; [nodes]. `one` is a 1 that the compiler does not know to be one: it
+    would give neighbours to one lane, and other nodes to the rest of the warp.
+    """
+    lane = tl.arange(0, LANES)[:, None, None]
+    node = tl.arange(0, nodes)
+    option = tl.arange(0, (pool + LANES - 1) // LANES)[None, None, :] * LANES + lane
+    kept = used[None, :, None] & (option < pool)
+    offset = node[None, :, None] * pool + option - lane + lane * one
+    logit = tl.load(logits + offset, mask=kept, other=float("-inf"), cache_modifier=".cg")
+    key = _key(logit)
+    top = tl.max(tl.max(key, axis=2), axis=0)
+    finite = tl.where(top == NOTHING, 0.0, _unkey(top))
+    total = finite + tl.log(tl.sum(tl.sum(tl.exp(logit - finite[None, :, None]), axis=2), axis=0))
+    first = tl.load(logits + node * pool, mask=used, other=float("-inf"), cache_modifier=".cg")
+    place = tl.arange(0, LANES)[:, None] % expand
+    best = tl.full((LANES, nodes), NOTHING, tl.int32)
+    found = tl.zeros((LANES, nodes), tl.int32)
     for child in range(expand):
-        winner = tl.max(order)
-        order = tl.where(order == winner, LOWEST, order)
-        best = tl.where(place == child, winner, best)
-    logit = _key_float(best >> 32)
-    edge = tl.where(logit > float("-inf"), tl.minimum(logit - total, 0.0), float("-inf"))
-    return edge, pool - 1 - best.to(tl.int32), tl.minimum(first - total, 0.0)
-
-
-@triton.jit
-@no_type_check
-def _score_guesses(
-    score: tl.tensor,
-    guessed: tl.tensor,
-    behind: tl.tensor,
-    exists: tl.tensor,
-    node: tl.tensor,
-    chains: tl.tensor,
-    nodes: tl.constexpr,
-    rows: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Scores along the chains, and which nodes have a guessed child; `guessed` is that child's log-probability."""
-    before = tl.arange(0, nodes)[None, :] == node[:, None] - chains
-    for place in range(1, tl.cdiv(rows, chains)):
-        above = tl.sum(tl.where(before, score[None, :] + guessed[None, :], 0.0), axis=1)
-        score = tl.where((behind == place) & exists, above, score)
-    is_guess = (behind > 0) & exists
-    return score, tl.sum((before & is_guess[:, None]).to(tl.int32), axis=0) > 0
-
-
-@triton.jit
-@no_type_check
-def _choose(
-    open_scores: tl.tensor,
-    open_info: tl.tensor,
-    entry: tl.tensor,
-    node: tl.tensor,
-    nodes: tl.constexpr,
-    width: tl.constexpr,
-    rows: tl.constexpr,
-    expand: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Takes the best frontier entries: token, parent, depth and score of the first node of each chain."""
-    order = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
-    token, depth = tl.zeros((nodes,), tl.int32), tl.zeros((nodes,), tl.int32)
-    parent = tl.full((nodes,), -1, tl.int32)
-    score = tl.full((nodes,), float("-inf"), tl.float32)
-    for number in range(width):
-        winner = tl.max(order)
-        chosen = order == winner
-        order = tl.where(chosen, LOWEST, order)
-        open_scores = tl.where(chosen, float("-inf"), open_scores)
-        winner_score = _key_float(winner >> 32)
-        info = tl.sum(tl.where(chosen, open_info, 0))
-        above = (0x7FFFFFFF - winner.to(tl.int32)) // expand
-        in_chain = (node < rows) & (node % width == tl.where(winner_score > float("-inf"), number, nodes))
-        token, depth = tl.where(in_chain, info // 32, token), tl.where(in_chain, info % 32, depth)
-        parent = tl.where(in_chain, above // nodes * rows + above % nodes, parent)
-        score = tl.where(in_chain & (node < width), winner_score, score)
-    return token, parent, depth, score, open_scores
-
-
-@triton.jit
-@no_type_check
-def _paths(
-    lineage: tl.tensor,
-    base_parent: tl.tensor,
-    base_depth: tl.tensor,
-    node_depth: tl.tensor,
-    chain: tl.tensor,
-    chains: tl.tensor,
-    exists: tl.tensor,
-) -> tl.tensor:
-    """[nodes, 2 · 16]: slots from the root to each node, −1 beyond, twice; all −1 for an unused node."""
-    step = tl.arange(0, 2 * LEVELS)[None, :] % LEVELS
-    shared = (step < base_depth[:, None]) & exists[:, None]
-    path = tl.load(lineage + base_parent[:, None] * LEVELS + step, mask=shared, other=0)
-    path = tl.where(step >= base_depth[:, None], chain[:, None] + chains * step, path)
-    return tl.where((step <= node_depth[:, None]) & exists[:, None], path, -1)
-
-
-@triton.jit
-@no_type_check
-def _record(
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
-    lineage: tl.tensor,
-    slot: tl.tensor,
-    token: tl.tensor,
-    parent: tl.tensor,
-    depth: tl.tensor,
-    path: tl.tensor,
-    kept: tl.tensor,
-) -> None:
-    tl.store(tokens + slot, token, mask=kept)
-    tl.store(parents + slot, parent, mask=kept)
-    tl.store(depths + slot, depth, mask=kept)
-    step = tl.arange(0, 2 * LEVELS)[None, :]
-    tl.store(lineage + slot[:, None] * LEVELS + step % LEVELS, path, mask=kept[:, None] & (step < LEVELS))
+        winner = tl.max(tl.max(key, axis=2), axis=0)
+        at = tl.min(tl.min(tl.where(key == winner[None, :, None], option, LAST), axis=2), axis=0)
+        key = tl.where(option == at[None, :, None], LOWEST, key)
+        best = tl.where(place == child, winner[None, :], best)
+        found = tl.where(place == child, at[None, :], found)
+    edge = tl.where(best > NOTHING, tl.minimum(_unkey(best) - total[None, :], 0.0), float("-inf"))
+    return edge, found, tl.where(first > float("-inf"), tl.minimum(first - total, 0.0), float("-inf"))
 
 
 @triton.jit
@@ -366,12 +394,9 @@ def grow_kernel(
     positions: tl.tensor,
     prompt_keys: tl.tensor,
     prompt_values: tl.tensor,
-    norm_attn_scale: tl.tensor,
-    norm_attn_bias: tl.tensor,
     qkv: tl.tensor,
+    qkv_bias: tl.tensor,
     out: tl.tensor,
-    norm_mlp_scale: tl.tensor,
-    norm_mlp_bias: tl.tensor,
     fc1: tl.tensor,
     fc1_bias: tl.tensor,
     fc2: tl.tensor,
@@ -392,9 +417,6 @@ def grow_kernel(
     hidden: tl.tensor,
     last: tl.tensor,
     logits: tl.tensor,
-    edges: tl.tensor,
-    options: tl.tensor,
-    guesses: tl.tensor,
     rank: tl.constexpr,
     heads: tl.constexpr,
     depth: tl.constexpr,
@@ -403,198 +425,309 @@ def grow_kernel(
     ahead: tl.constexpr,
     nodes: tl.constexpr,
     groups: tl.constexpr,
-    groups_padded: tl.constexpr,
     expand: tl.constexpr,
     programs: tl.constexpr,
-    splits: tl.constexpr,
-    tile: tl.constexpr,
+    entries: tl.constexpr,
+    picks: tl.constexpr,
 ) -> None:
     """Grows the tree; `tfm_jax.growth.best_first_tree` says what the steps are.
 
     A step's nodes are `width` frontier entries, then a guessed child of each, then a guessed child of each of these,
     `ahead` times; in the first step they are one chain from the root. Group g holds the slots from
-    g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a power of two of at least 4. Frontier entries are
+    g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a multiple of 8. Frontier entries are
     [group, node, child], in the order of slots. `lineage[slot]` holds the slot's path, −1 beyond its own depth.
+    `entries` is the frontier's size in lanes of a warp, `picks` what an exchange of every node's best takes.
     """
     program = tl.program_id(0)
     column = program * COLUMNS
     head_dim: tl.constexpr = rank // heads
     rows: tl.constexpr = width * (1 + ahead)
-    node = tl.arange(0, nodes)
-    channel = tl.arange(0, rank)
-    in_step = node < rows
+    words: tl.constexpr = rank // WORD
+    tiles: tl.constexpr = nodes // ROWS
     slots: tl.constexpr = groups * rows + width
+    padded: tl.constexpr = picks * LANES // nodes  # picks of a node
     keys = projections + slots * rank
-    own = program // (programs // nodes)  # the node whose logits this program computes
-    leads = (program % (programs // nodes) == 0) & (own < rows)
-    blocks: tl.constexpr = (pool * nodes + programs * tile - 1) // (programs * tile)
+    share: tl.constexpr = programs // nodes  # programs that compute the logits of a node
+    own = program // share
+    few: tl.constexpr = (pool + share - 1) // share  # candidates of a program
+    pairs: tl.constexpr = (few + 2 * COLUMNS - 1) // (2 * COLUMNS)
 
-    # The step's chains: how many, and per node the parent and the depth of its chain's first node.
-    chains = 1
-    base_parent = tl.full((nodes,), -1, tl.int32)
-    base_depth = tl.zeros((nodes,), tl.int32)
-    score = tl.where(node == 0, 0.0, float("-inf"))
-    token = tl.where(node == 0, tl.load(root), 0)
-    exists = (node == 0) | (in_step & (ahead > 0))
-
-    group_at = tl.arange(0, groups_padded)[:, None, None]
+    # The frontier: a warp holds a node's children, groups side by side.
+    lane = tl.arange(0, LANES)
+    row_at = tl.arange(0, entries)[:, None, None]
     node_at = tl.arange(0, nodes)[None, :, None]
-    child_at = tl.arange(0, expand)[None, None, :]
-    entry = (group_at * nodes + node_at) * expand + child_at
-    open_scores = tl.full((groups_padded, nodes, expand), float("-inf"), tl.float32)
-    open_info = tl.zeros((groups_padded, nodes, expand), tl.int32)  # token · 32 + depth
+    lane_at = lane[None, None, :]
+    group_at = row_at * (LANES // expand) + lane_at // expand
+    entry = (group_at * nodes + node_at) * expand + lane_at % expand
+    open_keys = tl.full((entries, nodes, LANES), NOTHING, tl.int32)
+    open_info = tl.zeros((entries, nodes, LANES), tl.int32)  # token · 32 + depth
+    node_of_warp = tl.arange(0, nodes)
+    firsts = tl.load(candidate_ids + lane * pool, mask=lane < depth, other=-1)
+
+    # The step's nodes: token · 32 + depth, −1 for an unused node. And of the first nodes of chains: parent and score.
+    guess = tl.load(root)
+    info = (guess * 32,)
+    for number in tl.static_range(1, rows):
+        guess = tl.sum(tl.where(lane == number - 1, firsts, 0))
+        info = info + (tl.where((ahead > 0) & (number <= depth) & (guess >= 0), guess * 32 + number, -1),)  # noqa: RUF005
+    base_parent = (program * 0 - 1,)
+    base_score = (program * 0.0,)
+    for number in tl.static_range(1, width):
+        base_parent = base_parent + (program * 0 - 1,)  # noqa: RUF005
+        base_score = base_score + (program * 0.0 + float("-inf"),)  # noqa: RUF005
 
     arrivals = 0
     zero = 0
-    weights_0 = _half(qkv, column, 0, rank, splits)
-    weights_1 = _half(qkv, column, 1, rank, splits)
+    own_column = column + _own()
+    weights = _columns(qkv, column, rank)
+    more = _columns(qkv + rank * rank, column, rank)
     for group in range(groups):
-        # Nodes behind the first of a chain: the drafter's best tokens.
         first = group * rows
-        behind = node // chains
-        node_depth = base_depth + behind
-        guess = tl.load(candidate_ids + tl.minimum(tl.maximum(node_depth - 1, 0), depth - 1) * pool)
-        token = tl.where(behind == 0, token, guess)
-        exists = exists & (node_depth <= depth) & (token >= 0)
-        token = tl.where(exists, token, 0)
-        node_depth = tl.where(exists, node_depth, 0)
-        chain = first + node % chains - base_depth * chains  # + chains · d: the chain's slot of depth d
-        row = tl.minimum(node_depth, depth - 1)
-        paths = _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists)
-        if program == 0:
-            slot = first + node
-            parent = tl.where(exists, tl.where(behind == 0, base_parent, slot - chains), -1)
-            _record(tokens, parents, depths, lineage, slot, token, parent, node_depth, paths, in_step)
-        own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
+        chains = tl.where(group == 0, 1, width)
+        own_info = _of_node(own, info)
+        own_row = tl.minimum(own_info & 31, depth - 1)
 
         # Query, key, value.
-        first_half = _inputs(inputs_table, positions, token, row, 0, rank, splits)
-        second_half = _inputs(inputs_table, positions, token, row, 1, rank, splits)
-        first_half, second_half = _norms(first_half, second_half, norm_attn_scale, norm_attn_bias, rank, splits)
-        for part in range(3):
-            source = tl.where(part < VALUE, qkv + (part + 1) * (rank * rank), out)
-            next_0 = _half(source, column + zero, 0, rank, splits)
-            sum_0 = _product(weights_0, first_half)
-            next_1 = _half(source, column + zero, 1, rank, splits)
-            sum_1 = _product(weights_1, second_half)
-            weights_0, weights_1 = next_0, next_1
-            _put(projections + (part * slots + first) * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
+        for tile in tl.static_range(tiles):
+            row = tl.arange(0, ROWS)[:, None, None, None] + tile * ROWS
+            known = tl.where(row < rows, tl.maximum(_of_node(row, info), 0), 0)
+            at = _words(rank, 0)
+            x = tl.load(_as_words(inputs_table) + (known >> 5) * words + at)
+            there = tl.load(_as_words(positions) + tl.minimum(known & 31, depth - 1) * words + at)
+            x = _multiply_add(x, tl.full(x.shape, 0x3F803F803F803F80, tl.int64), there)
+            if tile > 0:
+                weights = _columns(qkv, column + zero, rank)
+                more = _columns(qkv + rank * rank, column + zero, rank)
+            query = _product(weights, x)
+            weights = _columns(qkv + 2 * rank * rank, column + zero, rank)
+            key = _product(more, x)
+            squares = _product((x, x), x)
+            value = _product(weights, x)
+            query, key, value, squares = tl.reduce((query, key, value, squares), 1, _add_4)
+            inverse = _inverse(squares, rank)
+            node = _in_tile(tile)
+            here = projections + (first + node) * rank + own_column
+            bias = qkv_bias + own_column
+            part = tl.arange(0, 2)[None, None, None, :]
+            both = tl.join(query * inverse, key * inverse) + tl.load(bias[:, :, :, None] + part * rank)
+            tl.store(here[:, :, :, None] + part * (slots * rank), both.to(tl.bfloat16), mask=node[:, :, :, None] < rows)
+            value = value * inverse + tl.load(bias + 2 * rank)
+            tl.store(here + 2 * (slots * rank), value.to(tl.bfloat16), mask=node < rows)
         arrivals += programs
-        zero = _meet(counter, arrivals)
+        _arrive(counter)
+        weights = _columns(out, column + zero, rank)
+        number = program // heads
+        chain = number % chains
+        base_depth = (_of_node(number, info) & 31) - number // chains
+        own_depth = tl.where((number < rows) & (_of_node(number, info) >= 0), base_depth + number // chains, -1)
+        path = _path(
+            lineage, _of_node(chain, base_parent), base_depth, own_depth, first + chain - base_depth * chains, chains
+        )
+        if program == 0:
+            all_info = _of_node(node_of_warp, info)
+            slot = first + node_of_warp
+            above = tl.where(node_of_warp < chains, _of_node(node_of_warp % chains, base_parent), slot - chains)
+            tl.store(tokens + slot, tl.where(all_info >= 0, all_info >> 5, 0), mask=node_of_warp < rows)
+            tl.store(depths + slot, tl.where(all_info >= 0, all_info & 31, 0), mask=node_of_warp < rows)
+            tl.store(parents + slot, tl.where(all_info >= 0, above, -1), mask=node_of_warp < rows)
+        zero = _wait(counter, arrivals)
 
         # Attention of a node and a head over the prompt and the node's path.
         for pair in range(program, rows * heads, programs):
             number = pair // heads
-            path = tl.sum(tl.where((node == number)[:, None], paths, 0), axis=0)
             step = tl.arange(0, 2 * LEVELS)  # the prompt, then the path
             in_prompt = step < LEVELS
-            at = (pair % heads) * head_dim + tl.arange(0, head_dim)
-            query = tl.load(projections + (first + number) * rank + at, cache_modifier=".cg").to(tl.float32)
-            offset = tl.where(in_prompt, step, path)[:, None] * rank + at[None, :]
+            channel = (pair % heads) * head_dim + tl.arange(0, head_dim)
+            asked = tl.load(projections + (first + number) * rank + channel, cache_modifier=".cg").to(tl.float32)
+            offset = tl.where(in_prompt, step, path)[:, None] * rank + channel[None, :]
             key_at = tl.where(in_prompt[:, None], prompt_keys + offset, keys + offset)
             value_at = tl.where(in_prompt[:, None], prompt_values + offset, keys + slots * rank + offset)
             visible = tl.where(in_prompt, step <= depth, path >= 0)
-            mixed = _attend(query, key_at, value_at, visible, head_dim)
-            tl.store(attended + number * rank + at, mixed)
+            mixed = _attend(asked, key_at, value_at, visible, head_dim)
+            tl.store(attended + number * rank + channel, mixed)
+            if pair % heads == 0:
+                tl.store(lineage + (first + number) * LEVELS + step, path, mask=step < LEVELS)
+            number = (pair + programs) // heads
+            chain = number % chains
+            base_depth = (_of_node(number, info) & 31) - number // chains
+            own_depth = tl.where((number < rows) & (_of_node(number, info) >= 0), base_depth + number // chains, -1)
+            path = _path(
+                lineage, _of_node(chain, base_parent), base_depth, own_depth,
+                first + chain - base_depth * chains, chains,
+            )  # fmt: skip
         arrivals += programs
-        zero = _meet(counter, arrivals)
+        _arrive(counter)
+        more = _columns(fc1, column + zero, rank)
+        zero = _wait(counter, arrivals)
 
         # Output projection.
-        own_column = column + tl.arange(0, COLUMNS)[:, None]
-        before = tl.load(inputs_table + token[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
-        there = tl.load(positions + row[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
-        before = _sum(before, there)
-        first_half = _rows(attended, 0, nodes, rows, rank, splits)
-        second_half = _rows(attended, 1, nodes, rows, rank, splits)
-        next_0 = _half(fc1, column + zero, 0, rank, splits)
-        sum_0 = _product(weights_0, first_half)
-        next_1 = _half(fc1, column + zero, 1, rank, splits)
-        sum_1 = _product(weights_1, second_half)
-        _put(middle, _sum(before, _total(sum_0, sum_1)), column, nodes, rows, rank)
+        for tile in tl.static_range(tiles):
+            x = _nodes(attended, tile, rows, rank)
+            node = _in_tile(tile)
+            known = tl.maximum(_of_node(node, info), 0)
+            before = _sum(
+                tl.load(inputs_table + (known >> 5) * rank + own_column, mask=node < rows, other=0.0),
+                tl.load(positions + tl.minimum(known & 31, depth - 1) * rank + own_column, mask=node < rows, other=0.0),
+            )
+            if tile > 0:
+                weights = _columns(out, column + zero, rank)
+            result = tl.sum(_product(weights, x), axis=1)
+            tl.store(middle + node * rank + own_column, _sum(before, result.to(tl.bfloat16)), mask=node < rows)
         arrivals += programs
-        zero = _meet(counter, arrivals)
+        _arrive(counter)
+        weights = _columns(fc2, column + zero, rank)
+        zero = _wait(counter, arrivals)
 
         # MLP.
-        first_half = _rows(middle, 0, nodes, rows, rank, splits)
-        second_half = _rows(middle, 1, nodes, rows, rank, splits)
-        first_half, second_half = _norms(first_half, second_half, norm_mlp_scale, norm_mlp_bias, rank, splits)
-        weights_0 = _half(fc2, column + zero, 0, rank, splits)
-        sum_0 = _product(next_0, first_half)
-        weights_1 = _half(fc2, column + zero, 1, rank, splits)
-        sum_1 = _product(next_1, second_half)
-        inner = _sum(_total(sum_0, sum_1), tl.load(fc1_bias + own_column)).to(tl.float32)
-        x = (0.5 * inner * (1.0 + tl.math.erf(inner * 0.7071067811865476))).to(tl.bfloat16)
-        _put(hidden, x, column, nodes, rows, rank)
+        for tile in tl.static_range(tiles):
+            x = _nodes(middle, tile, rows, rank)
+            node = _in_tile(tile)
+            if tile > 0:
+                more = _columns(fc1, column + zero, rank)
+            inner, squares = tl.reduce((_product(more, x), _product((x, x), x)), 1, _add_2)
+            inner = (inner * _inverse(squares, rank) + tl.load(fc1_bias + own_column)).to(tl.bfloat16)
+            tl.store(hidden + node * rank + own_column, _gelu(inner), mask=node < rows)
         arrivals += programs
-        zero = _meet(counter, arrivals)
-        first_half = _rows(hidden, 0, nodes, rows, rank, splits)
-        second_half = _rows(hidden, 1, nodes, rows, rank, splits)
-        x = _sum(
-            _total(_product(weights_0, first_half), _product(weights_1, second_half)), tl.load(fc2_bias + own_column)
-        )
-        _put(last, _sum(_own(middle, column, nodes, rows, rank), x), column, nodes, rows, rank)
+        _arrive(counter)
+        used = (own < rows) & (own_info >= 0)
+        zero = _wait(counter, arrivals)
+        for tile in tl.static_range(tiles):
+            x = _nodes(hidden, tile, rows, rank)
+            node = _in_tile(tile)
+            if tile > 0:
+                weights = _columns(fc2, column + zero, rank)
+            before = tl.load(middle + node * rank + own_column, mask=node < rows, other=0.0, cache_modifier=".cg")
+            result = tl.sum(_product(weights, x), axis=1).to(tl.bfloat16)
+            result = _sum(before, _sum(result, tl.load(fc2_bias + own_column)))
+            tl.store(last + node * rank + own_column, result, mask=node < rows)
+        arrivals += programs
+        _arrive(counter)
 
-        # Logits of one node.
-        candidate = program % (programs // nodes) * (blocks * tile) + tl.arange(0, tile)
-        ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, own_exists, pool, rank)
+        # Logits of one node: its row, scaled, in the first column of a product and the norm's bias in the others.
+        line = candidate_ids + own_row * pool
+        ends = (program % share + 1) * few
+        for pair in tl.static_range(pairs):
+            candidate = (program % share) * few + pair * 4 * ROWS
+            weights = (
+                _candidates(heads_table + zero, line, candidate, ends, used, rank),
+                _candidates(heads_table + zero, line, candidate + ROWS, ends, used, rank),
+            )
+            more = (
+                _candidates(heads_table + zero, line, candidate + 2 * ROWS, ends, used, rank),
+                _candidates(heads_table + zero, line, candidate + 3 * ROWS, ends, used, rank),
+            )
+            if pair == 0:
+                zero = _wait(counter, arrivals)
+            is_row = tl.arange(0, ROWS)[:, None, None, None] == 0
+            at = _words(rank, 0) + zero
+            x = tl.load(
+                tl.where(is_row, _as_words(last) + own * words, _as_words(out_norm_bias)) + at,
+                mask=own < rows, other=0, cache_modifier=".cg",
+            )  # fmt: skip
+            scale = tl.load(_as_words(out_norm_scale) + at, mask=is_row, other=0x3F803F803F803F80)
+            scaled = _multiply_add(x, scale, tl.full(x.shape, -0x7FFF7FFF7FFF8000, tl.int64))
+            corrected, other, squares = tl.reduce(
+                (_product(weights, scaled), _product(more, scaled), _product((x, x), x)), 1, _add_3
+            )
+            number = _in_tile(0)
+            factor = tl.where(number == 0, _inverse(squares, rank), tl.where(number == 1, 1.0, 0.0))
+            corrected = tl.join(tl.sum(corrected * factor, axis=2), tl.sum(other * factor, axis=2))
+            place = candidate + _own() + tl.arange(0, 2)[None, None, :] * COLUMNS
+            kept = (place < ends) & (place < pool) & (own < rows)
+            is_candidate = tl.load(line + place, mask=kept & used, other=-1) >= 0
+            corrected += tl.load(candidate_scores + own_row * pool + place, mask=kept, other=0.0)
+            tl.store(logits + own * pool + place, tl.where(is_candidate, corrected, float("-inf")), mask=kept)
         arrivals += programs
-        zero = _meet(counter, arrivals)
-        result = tl.load(last + own * rank + channel[None, :], mask=own < rows, other=0.0, cache_modifier=".cg")
-        result = _norm(result, out_norm_scale, out_norm_bias, rank).to(tl.float32)
-        for block in range(blocks):
-            kept = (candidate < pool) & (own < rows)
-            corrected = tl.sum(result * heads_rows.to(tl.float32), axis=1)
-            corrected += tl.load(candidate_scores + own_row * pool + candidate, mask=kept, other=0.0)
-            tl.store(logits + own * pool + candidate, tl.where(ids >= 0, corrected, float("-inf")), mask=kept)
-            if blocks > 1:
-                candidate += tile
-                more = own_exists & (block + 1 < blocks)
-                ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, more, pool, rank)
-        arrivals += programs
-        zero = _meet(counter, arrivals)
+        _arrive(counter)
+        weights = _columns(qkv, column + zero, rank)
+        more = _columns(qkv + rank * rank, column + zero, rank)
+        zero = _wait(counter, arrivals)
 
-        # Children: the best of one node; all programs of a node find the same.
-        edge, option, guess = _children(logits + own * pool, own_exists, pool, expand)
-        place = tl.arange(0, expand)
-        tl.store(edges + own * expand + place, edge, mask=leads)
-        tl.store(options + own * expand + place, option, mask=leads)
-        tl.store(guesses + own, guess, mask=leads)
-        weights_0 = _half(qkv, column + zero, 0, rank, splits)
-        weights_1 = _half(qkv, column + zero, 1, rank, splits)
-        arrivals += programs
-        zero = _meet(counter, arrivals)
+        # Children: every program finds those of all nodes, a warp those of a node.
+        known = _of_node(node_of_warp, info)
+        known = tl.where(node_of_warp < rows, known, -1)
+        edge, option, guessed = _children(logits + zero, zero + 1, known >= 0, pool, nodes, expand)
+        found = tl.load(candidate_ids + tl.minimum(tl.maximum(known, 0) & 31, depth - 1)[None, :] * pool + option)
 
-        # The frontier gets them.
-        guessed = tl.load(guesses + node, mask=in_step, other=0.0, cache_modifier=".cg")
-        at, kept = node[:, None] * expand + place[None, :], in_step[:, None]
-        edge = tl.load(edges + at, mask=kept, other=float("-inf"), cache_modifier=".cg")
-        option = tl.load(options + at, mask=kept, other=0, cache_modifier=".cg")
-        ids = tl.load(candidate_ids + row[:, None] * pool + option)
-        score, is_guessed = _score_guesses(score, guessed, behind, exists, node, chains, nodes, rows)
-        usable = (edge > float("-inf")) & (score[:, None] > float("-inf")) & (node_depth[:, None] < depth)
-        usable = usable & ((option > 0) | ~is_guessed[:, None])
-        child_scores = tl.where(usable, score[:, None] + edge, float("-inf"))
-        child_info = ids * 32 + node_depth[:, None] + 1
+        # Scores along the chains.
+        guessed = tl.where(node_of_warp[None, :] == lane[:, None], _key(guessed)[None, :], LOWEST)
+        guessed = tl.max(guessed, axis=1)  # in the lane of the node, in all warps
+        node_scores = (base_score[0],)
+        beyond = (_unkey(tl.max(tl.where(lane == 0, guessed, LOWEST))),)
+        for number in tl.static_range(1, rows):
+            above = node_scores[number - 1] + beyond[number - 1]
+            if number < width:
+                score = tl.where(group == 0, above, base_score[number])
+            else:
+                score = tl.where(group == 0, above, node_scores[number - width] + beyond[number - width])
+            node_scores = node_scores + (tl.where(info[number] >= 0, score, float("-inf")),)  # noqa: RUF005
+            beyond = beyond + (_unkey(tl.max(tl.where(lane == number, guessed, LOWEST))),)  # noqa: RUF005
+
+        # The frontier gets the children, but for those that are nodes already.
+        following = node_of_warp + chains
+        is_guessed = (ahead > 0) & (following < rows) & (_of_node(following, info) >= 0)
+        score = _of_node(node_of_warp, node_scores)
+        usable = (score > float("-inf")) & ((known & 31) < depth) & (known >= 0)
+        usable = usable[None, :] & (edge > float("-inf")) & ((option > 0) | ~is_guessed[None, :])
+        child_keys = tl.trans(_key(tl.where(usable, score[None, :] + edge, float("-inf"))))
+        child_info = tl.trans(found * 32 + (known & 31)[None, :] + 1)
         fresh = group_at == group
-        open_scores = tl.where(fresh, child_scores[None, :, :], open_scores)
+        open_keys = tl.where(fresh, child_keys[None, :, :], open_keys)
         open_info = tl.where(fresh, child_info[None, :, :], open_info)
         if program == 0:
-            tl.store(scores + first + node, score, mask=in_step)
+            tl.store(scores + first + node_of_warp, score, mask=node_of_warp < rows)
 
-        # The next chains: the best frontier entries.
-        chains = width
-        token, base_parent, base_depth, score, open_scores = _choose(
-            open_scores, open_info, entry, node, nodes, width, rows, expand
-        )
-        exists = base_depth > 0
+        # The next chains: the best of every node's best frontier entries.
+        left = open_keys
+        spot = tl.arange(0, picks)[:, None, None] * LANES + lane_at
+        best_keys = tl.full((picks, nodes, LANES), LOWEST, tl.int32)
+        best_entries = tl.full((picks, nodes, LANES), -1, tl.int32)
+        best_info = tl.full((picks, nodes, LANES), -1, tl.int32)
+        for number in range(width):
+            winner = tl.max(tl.max(left, axis=0), axis=1)[None, :, None]
+            at_entry = tl.min(tl.min(tl.where(left == winner, entry, LAST), axis=0), axis=1)[None, :, None]
+            is_winner = entry == at_entry
+            told = tl.sum(tl.sum(tl.where(is_winner, open_info, 0), axis=0), axis=1)[None, :, None]
+            left = tl.where(is_winner, LOWEST, left)
+            is_spot = spot == node_at * padded + number
+            best_keys = tl.where(is_spot, winner, best_keys)
+            best_entries = tl.where(is_spot, at_entry, best_entries)
+            best_info = tl.where(is_spot, told, best_info)
+        best_keys, best_entries, best_info = tl.reduce((best_keys, best_entries, best_info), 1, _max_3)
+        base_parent = ()
+        base_score = ()
+        info = ()
+        for number in tl.static_range(width):
+            winner = tl.max(tl.max(best_keys, axis=0), axis=0)
+            at = tl.min(tl.min(tl.where(best_keys == winner, best_entries, LAST), axis=0), axis=0)
+            told = tl.max(tl.max(tl.where(best_entries == at, best_info, -1), axis=0), axis=0)
+            best_keys = tl.where(best_entries == at, LOWEST, best_keys)
+            exists = winner > NOTHING
+            open_keys = tl.where((entry == at) & exists, NOTHING, open_keys)
+            above = at // expand
+            info = info + (tl.where(exists, told, -1),)  # noqa: RUF005
+            base_parent = base_parent + (tl.where(exists, above // nodes * rows + above % nodes, -1),)  # noqa: RUF005
+            base_score = base_score + (tl.where(exists, _unkey(winner), float("-inf")),)  # noqa: RUF005
+        for number in tl.static_range(width, rows):
+            above = info[number - width]
+            guess = tl.max(tl.where(lane == (above & 31), firsts, -1))
+            exists = (above >= 0) & ((above & 31) < depth) & (guess >= 0)
+            info = info + (tl.where(exists, guess * 32 + (above & 31) + 1, -1),)  # noqa: RUF005
     if program == 0:
-        tl.debug_barrier()  # reads paths that it has just written
-        chain = groups * rows + node - base_depth
-        paths = _paths(lineage, base_parent, base_depth, base_depth, chain, 1, exists)
-        slot = groups * rows + node
-        _record(tokens, parents, depths, lineage, slot, token, base_parent, base_depth, paths, node < width)
-        tl.store(scores + slot, score, mask=node < width)
-        at = (group_at * rows + node_at) * expand + child_at
-        kept_children = (node_at < rows) & (group_at < groups)
-        tl.store(frontier_scores + at, open_scores, mask=kept_children)
-        tl.store(frontier_tokens + at, open_info // 32, mask=kept_children)
+        for number in tl.static_range(width):
+            slot = groups * rows + number
+            known = info[number]
+            exists = known >= 0
+            base_depth = tl.maximum(known, 0) & 31
+            own_depth = tl.where(exists, base_depth, -1)
+            step = tl.arange(0, 2 * LEVELS)
+            path = _path(lineage, base_parent[number], base_depth, own_depth, slot - base_depth, 1)
+            tl.store(lineage + slot * LEVELS + step, path, mask=step < LEVELS)
+            tl.store(tokens + slot, tl.where(exists, known >> 5, 0))
+            tl.store(depths + slot, base_depth)
+            tl.store(parents + slot, base_parent[number])
+            tl.store(scores + slot, base_score[number])
+        at = (group_at * rows + node_at) * expand + lane_at % expand
+        kept = (node_at < rows) & (group_at < groups)
+        tl.store(frontier_scores + at, _unkey(open_keys), mask=kept)
+        tl.store(frontier_tokens + at, open_info >> 5, mask=kept)

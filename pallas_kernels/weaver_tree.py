@@ -16,22 +16,24 @@ from pallas_kernels.dispatch import device_lacks
 
 COLUMNS = 16  # of every matrix that a program owns; so a kernel has rank / 16 programs, one per multiprocessor
 PATH = 16  # slots on a path, the root's among them
-_LEAST_NODES = 4  # to which a step is padded
-_WARPS = 8  # with 16 a tree takes 1.3 times as long on an H200
+WARPS = 8  # with 16 a tree takes 1.3 times as long on an H200
+_LEAST_NODES = 8  # to which a step is padded
+_LANES = 32
 _MOST_ENTRIES = 4096  # of the frontier, which every program keeps in registers
 
 
 class WeaverWeights(NamedTuple):
-    """Parameters of a Weaver of generation w1 with one layer; matrices are [out, in]."""
+    """Parameters of a Weaver of generation w1 with one layer; matrices are [out, in].
 
-    norm_attn_scale: Float[Array, " rank"]
-    norm_attn_bias: Float[Array, " rank"]
+    A norm of `qkv` and of `fc1` is folded into them: of x̂ · scale + bias, the scale into the matrix and the bias, through
+    the matrix, into the vector behind it.
+    """
+
     qkv: Float[Array, "three_ranks rank"]
+    qkv_bias: Float[Array, " three_ranks"]  # float32
     out: Float[Array, "rank rank"]
-    norm_mlp_scale: Float[Array, " rank"]
-    norm_mlp_bias: Float[Array, " rank"]
     fc1: Float[Array, "mlp rank"]
-    fc1_bias: Float[Array, " mlp"]
+    fc1_bias: Float[Array, " mlp"]  # float32
     fc2: Float[Array, "rank mlp"]
     fc2_bias: Float[Array, " rank"]
     out_norm_scale: Float[Array, " rank"]
@@ -129,9 +131,8 @@ def grow(
     shapes = [
         ((1,), i32), ((slots,), i32), ((slots,), i32), ((slots,), i32), ((slots,), f32), ((slots, PATH), i32),
         ((expanded, expand), f32), ((expanded, expand), i32),
-        ((3, slots, rank), bf16), ((rows, rank), bf16),
-        ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, pool), f32),
-        ((rows, expand), f32), ((rows, expand), i32), ((rows,), f32),
+        ((3, slots, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16), ((rows, rank), bf16),
+        ((rows, pool), f32),
     ]  # fmt: skip
     _, *growth = jax_triton.triton_call(
         root, candidate_ids, candidate_scores.astype(jnp.float32), inputs_table, heads_table, positions, prompt_keys,
@@ -140,7 +141,7 @@ def grow(
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes],
         grid=(rank // COLUMNS,),
         zeroed_outputs=(0,),
-        num_warps=_WARPS,
+        num_warps=WARPS,
         rank=rank,
         heads=prompt_keys.shape[1],
         depth=depth,
@@ -149,11 +150,10 @@ def grow(
         ahead=ahead,
         nodes=nodes,
         groups=groups,
-        groups_padded=_power_of_two(groups),
         expand=expand,
         programs=rank // COLUMNS,
-        splits=min(_WARPS, rank // 32),
-        tile=COLUMNS,
+        entries=max(1, _power_of_two(groups) * expand // _LANES),
+        picks=max(1, nodes * _power_of_two(width) // _LANES),
     )[:8]  # fmt: skip
     return TreeGrowth(*growth)
 

@@ -366,12 +366,12 @@ class Weaver(nnx.Module):
         if self.config.generation != "w1" or self.config.layers != 1:
             return None
         block = self.blocks[0]
-        norms = (block.norm_attn, block.norm_mlp, self.out_norm)
-        attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
-        matrices = (block.qkv.kernel, block.out.kernel, block.fc1.kernel, block.fc2.kernel)
-        qkv, out, fc1, fc2 = (matrix[...].T for matrix in matrices)
-        biases = [layer.bias[...] for layer in (block.fc1, block.fc2) if layer.bias is not None]
-        return weaver_tree.WeaverWeights(*attn, qkv, out, *mlp, fc1, biases[0], fc2, biases[1], *last)
+        qkv, out, fc1, fc2 = (layer.kernel[...].T for layer in (block.qkv, block.out, block.fc1, block.fc2))
+        fc1_bias, fc2_bias = (layer.bias[...] for layer in (block.fc1, block.fc2) if layer.bias is not None)
+        qkv, qkv_bias = _fold(block.norm_attn, qkv)
+        fc1, more = _fold(block.norm_mlp, fc1)
+        last = self.out_norm.scale[...], self.out_norm.bias[...]
+        return weaver_tree.WeaverWeights(qkv, qkv_bias, out, fc1, fc1_bias + more, fc2, fc2_bias, *last)
 
     def _grow(
         self,
@@ -401,6 +401,13 @@ class Weaver(nnx.Module):
             x, row = block(x, depths + 1, context(layer), mask)
             rows.append(row)
         return self.out_norm(x), rows
+
+
+def _fold(norm: BiasedRMSNorm, matrix: Float[Array, "out rank"]) -> tuple[Array, Array]:
+    """The matrix behind a norm with its scale in it, and the norm's bias seen through it, in float32."""
+    wide = matrix.astype(jnp.float32)
+    scale, bias = norm.scale[...].astype(jnp.float32), norm.bias[...].astype(jnp.float32)
+    return (wide * scale).astype(matrix.dtype), jnp.matmul(wide, bias, precision=jax.lax.Precision.HIGHEST)
 
 
 def residual(
