@@ -1,4 +1,4 @@
-"""Device code of `weaver_tree`: a persistent Triton kernel. Only `weaver_tree` imports it, when the kernel is wanted.
+"""Device code of `triton_weaver_tree`, which alone imports it, when the kernel is wanted.
 
 The steps of a tree depend on each other and each is short (50 MB of weights, 12 µs of bandwidth on an H200, for a rank
 of 2048), so launches and their ramps cost more than the work. Here one program per multiprocessor stays for all steps;
@@ -11,7 +11,7 @@ itself, in registers, so that it needs no seventh. A program owns 16 columns of 
 nodes, its sum over channels split over the warps. All sums have a fixed order.
 
 Latency rules a step: barriers, exchanges between warps, and code that passes the instruction cache once a step. So
-- a warp owns a node while children are found: its reductions need no other warp, and those of int32 are one instruction;
+- a warp owns a node while children are found: reductions need no other warp, and those of int32 are one instruction;
 - products are `mma.sync` on operands as they come from memory (`_product`), which Triton would carry through shared
   memory: channels are summed, so it does not matter which of them an operand's register holds, if both hold the same;
 - a norm is a factor: its scale is folded into the matrix behind it, and the squares are summed by one more product;
@@ -20,7 +20,7 @@ Latency rules a step: barriers, exchanges between warps, and code that passes th
 Rounding follows the XLA form: bfloat16 after every product and residual sum, float32 inside.
 """
 
-# ruff: noqa: PLR0915 - a kernel whose phases share registers is one long function
+# ruff: noqa: C901, PLR0912, PLR0915 - a kernel whose phases share registers is one long function
 from __future__ import annotations
 
 from typing import no_type_check
@@ -28,13 +28,13 @@ from typing import no_type_check
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
-from pallas_kernels.weaver_tree import PATH, WARPS
+from pallas_kernels import constants, triton_weaver_tree
 
-COLUMNS = tl.constexpr(_COLUMNS)
-LEVELS = tl.constexpr(PATH)
-SPLITS = tl.constexpr(WARPS)
-LANES = tl.constexpr(32)
+COLUMNS = tl.constexpr(triton_weaver_tree.COLUMNS)
+LANES = tl.constexpr(triton_weaver_tree.LANES)
+SPLITS = tl.constexpr(triton_weaver_tree.WARPS)
+LEVELS = tl.constexpr(constants.PATH)
+EPS = tl.constexpr(constants.NORM_EPS)
 ROWS = tl.constexpr(8)  # of an operand that one instruction takes: half of a program's columns, or the nodes
 WORD = tl.constexpr(4)  # bfloat16 numbers in an int64
 LOWEST = tl.constexpr(-(2**31))
@@ -150,9 +150,7 @@ def _columns(matrix: tl.tensor, column: tl.tensor, rank: tl.constexpr) -> tuple[
 
 @triton.jit
 @no_type_check
-def _nodes(
-    x: tl.tensor, tile: tl.constexpr, rows: tl.constexpr, rank: tl.constexpr
-) -> tl.tensor:
+def _nodes(x: tl.tensor, tile: tl.constexpr, rows: tl.constexpr, rank: tl.constexpr) -> tl.tensor:
     """Eight nodes of an activation that other programs wrote; 0 for nodes from `rows` on."""
     row = tl.arange(0, ROWS)[:, None, None, None] + tile * ROWS
     at = _as_words(x) + tile * ROWS * (rank // WORD) + _words(rank, rank // WORD)
@@ -174,7 +172,7 @@ def _candidates(
 @triton.jit
 @no_type_check
 def _multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
-    """x · y + z in bfloat16, rounded once, of words."""
+    """X · y + z in bfloat16, rounded once, of words."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 x0, x1, y0, y1, z0, z1;
@@ -196,10 +194,10 @@ def _multiply_add(x: tl.tensor, y: tl.tensor, z: tl.tensor) -> tl.tensor:
 @triton.jit
 @no_type_check
 def _product(columns: tl.tuple, x: tl.tensor) -> tl.tensor:
-    """[8, warps, 2, 8]: of a program's columns, number 8 half + g at [g, :, half], and nodes; not yet summed over warps.
+    """[8, warps, 2, 8]: of a program's columns, number 8 half + g at [g, :, half], and nodes; warps not yet summed.
 
-    The operands are [8, warps, repeats, 8] words as `_words` finds them. A thread holds the words 2 t and 2 t + 1 of row
-    g in each repeat, for lane 4 g + t: what mma.m16n8k16 takes, if a word's four channels are called 2 t, 2 t + 1,
+    The operands are [8, warps, repeats, 8] words as `_words` finds them. A thread holds the words 2 t and 2 t + 1 of
+    row g in each repeat, for lane 4 g + t: what mma.m16n8k16 takes, if a word's four channels are called 2 t, 2 t + 1,
     2 t + 8 and 2 t + 9. It returns the nodes 2 t and 2 t + 1 of column g to the same lane.
     """
     low, high = columns
@@ -248,25 +246,27 @@ def _product(columns: tl.tuple, x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 @no_type_check
-def _add_2(a, b, p, q):  # noqa: ANN001, ANN202
+def _add_2(a: tl.tensor, b: tl.tensor, p: tl.tensor, q: tl.tensor) -> tuple[tl.tensor, ...]:
     return a + p, b + q
 
 
 @triton.jit
 @no_type_check
-def _add_3(a, b, c, p, q, r):  # noqa: ANN001, ANN202, PLR0913
+def _add_3(a: tl.tensor, b: tl.tensor, c: tl.tensor, p: tl.tensor, q: tl.tensor, r: tl.tensor) -> tuple[tl.tensor, ...]:
     return a + p, b + q, c + r
 
 
 @triton.jit
 @no_type_check
-def _add_4(a, b, c, d, p, q, r, s):  # noqa: ANN001, ANN202, PLR0913
+def _add_4(
+    a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, p: tl.tensor, q: tl.tensor, r: tl.tensor, s: tl.tensor
+) -> tuple[tl.tensor, ...]:
     return a + p, b + q, c + r, d + s
 
 
 @triton.jit
 @no_type_check
-def _max_3(a, b, c, p, q, r):  # noqa: ANN001, ANN202, PLR0913
+def _max_3(a: tl.tensor, b: tl.tensor, c: tl.tensor, p: tl.tensor, q: tl.tensor, r: tl.tensor) -> tuple[tl.tensor, ...]:
     return tl.maximum(a, p), tl.maximum(b, q), tl.maximum(c, r)
 
 
@@ -276,7 +276,7 @@ def _inverse(squares: tl.tensor, rank: tl.constexpr) -> tl.tensor:
     """[1, 1, 8]: factor of the RMS norm of each node, from the products of all pairs of nodes."""
     row = tl.arange(0, ROWS)[:, None, None]
     own = (row == tl.arange(0, ROWS)[None, None, :]) & (tl.arange(0, 2)[None, :, None] == 0)
-    return tl.rsqrt(tl.sum(tl.sum(tl.where(own, squares, 0.0), axis=1), axis=0) / rank + 1e-6)[None, None, :]
+    return tl.rsqrt(tl.sum(tl.sum(tl.where(own, squares, 0.0), axis=1), axis=0) / rank + EPS)[None, None, :]
 
 
 @triton.jit
@@ -472,7 +472,7 @@ def grow_kernel(
         info = info + (tl.where((ahead > 0) & (number <= depth) & (guess >= 0), guess * 32 + number, -1),)  # noqa: RUF005
     base_parent = (program * 0 - 1,)
     base_score = (program * 0.0,)
-    for number in tl.static_range(1, width):
+    for _ in tl.static_range(1, width):
         base_parent = base_parent + (program * 0 - 1,)  # noqa: RUF005
         base_score = base_score + (program * 0.0 + float("-inf"),)  # noqa: RUF005
 
@@ -697,7 +697,7 @@ def grow_kernel(
         base_parent = ()
         base_score = ()
         info = ()
-        for number in tl.static_range(width):
+        for _ in tl.static_range(width):
             winner = tl.max(tl.max(best_keys, axis=0), axis=0)
             at = tl.min(tl.min(tl.where(best_keys == winner, best_entries, LAST), axis=0), axis=0)
             told = tl.max(tl.max(tl.where(best_entries == at, best_info, -1), axis=0), axis=0)
