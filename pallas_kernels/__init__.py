@@ -30,8 +30,16 @@ from __future__ import annotations
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.checks import check_ancestors, check_indices, check_path
-from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
-from pallas_kernels.dispatch import Implementation, Precision, call, default_implementation, implementations
+from pallas_kernels.constants import PATH
+from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix, TreeGrowth, WeaverWeights
+from pallas_kernels.dispatch import (
+    Implementation,
+    Precision,
+    call,
+    default_implementation,
+    implementations,
+    runs_here,
+)
 from pallas_kernels.xla import take_nodes
 from pallas_kernels.xla_commit import write_rows
 
@@ -41,16 +49,20 @@ __all__ = [
     "Implementation",
     "Precision",
     "Prefix",
+    "TreeGrowth",
+    "WeaverWeights",
     "commit_rows",
     "commit_states",
     "default_implementation",
     "gdn_chunk",
     "gdn_tree_verify",
     "implementations",
+    "runs_here",
     "take_nodes",
     "top_k",
     "tree_attention",
     "tree_conv",
+    "weaver_tree",
     "write_rows",
 ]
 
@@ -335,6 +347,78 @@ def top_k(
     values, ids = call("top_k", implementation, logits.reshape(-1, vocab), k=k)
     shape = (*logits.shape[:-1], k)
     return values.reshape(shape), ids.reshape(shape)
+
+
+def weaver_tree(
+    root: Int[Array, " one"],
+    candidate_ids: Int[Array, "depth pool"],
+    candidate_scores: Float[Array, "depth pool"],
+    inputs_table: Float[Array, "vocab rank"],
+    heads_table: Float[Array, "vocab rank"],
+    positions: Float[Array, "positions rank"],
+    prompt_keys: Float[Array, "prompt heads head"],
+    prompt_values: Float[Array, "prompt heads head"],
+    weights: WeaverWeights,
+    *,
+    width: int,
+    groups: int,
+    expand: int,
+    ahead: int = 0,
+    implementation: Implementation = "auto",
+) -> TreeGrowth:
+    """Grows one tree under a Weaver of generation w1 with one layer; nothing is pruned.
+
+    The root is expanded first; then, `groups` − 1 times, the `width` best entries of the frontier become slots and are
+    expanded; then as many become slots that are not. Behind each entry of a step a child, the first candidate of its
+    depth, is guessed and expanded in the same step, and a child of that one, `ahead` times; with guesses the first step
+    is one chain from the root. Step g has the slots from g · width · (1 + ahead) on.
+
+    Args:
+        root: last emitted token.
+        candidate_ids: possible children of the nodes of each depth; −1 means no candidate.
+        candidate_scores: their logits.
+        inputs_table: node inputs before positions, a row a token.
+        heads_table: rows whose products with a node's output correct the logits, a row a token.
+        positions: added to the inputs, a row a depth; a node at the depth limit takes the last.
+        prompt_keys: of depth + 1 prompt tokens.
+        prompt_values: of the same.
+        weights: of the Weaver.
+        width: frontier entries per step.
+        groups: steps.
+        expand: children per node.
+        ahead: guesses behind each entry, so that a step has width · (1 + ahead) nodes.
+        implementation: see the module.
+
+    Raises:
+        ValueError: shapes or sizes that do not fit, or an implementation that is unknown or cannot take the arguments.
+    """
+    depth, pool = candidate_ids.shape
+    vocab, rank = inputs_table.shape
+    if not 1 <= expand <= pool:
+        message = f"expand is {expand}, expected 1 to {pool}, the candidates of each depth"
+        raise ValueError(message)
+    if width < 1 or groups < 1 or ahead < 0:
+        message = f"width is {width}, groups {groups} and ahead {ahead}, expected at least 1, 1 and 0"
+        raise ValueError(message)
+    if not 1 <= depth < PATH:
+        message = f"there are candidates of {depth} depths, expected 1 to {PATH - 1}"
+        raise ValueError(message)
+    _check_shape("root", root, (1,), "one")
+    _check_shape("candidate_scores", candidate_scores, (depth, pool), "depth, pool")
+    _check_shape("heads_table", heads_table, (vocab, rank), "vocab, rank")
+    _check_shape("positions", positions, (max(depth, len(positions)), rank), "at least depth, rank")
+    heads = prompt_keys.shape[1]
+    _check_shape(
+        "prompt_keys", prompt_keys, (depth + 1, heads, rank // max(heads, 1)), "depth + 1, heads, rank / heads"
+    )
+    _check_shape("prompt_values", prompt_values, prompt_keys.shape, "depth + 1, heads, rank / heads")
+    mlp = len(weights.fc1)
+    shapes = ((3 * rank, rank), (3 * rank,), (rank, rank), (mlp, rank), (mlp,), (rank, mlp), (rank,), (rank,), (rank,))
+    for name, x, shape in zip(WeaverWeights._fields, weights, shapes, strict=True):
+        _check_shape(f"weights.{name}", x, shape, f"with a rank of {rank} and an MLP of {mlp}")
+    operands = (root, candidate_ids, candidate_scores, inputs_table, heads_table, positions, prompt_keys, prompt_values)
+    sizes = {"width": width, "groups": groups, "expand": expand, "ahead": ahead}
+    return call("weaver_tree", implementation, *operands, weights, **sizes)
 
 
 def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> None:

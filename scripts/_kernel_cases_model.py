@@ -23,7 +23,7 @@ from _kernel_workload import (
 from flax import nnx
 
 import pallas_kernels
-from pallas_kernels import reference, weaver_tree
+from pallas_kernels import reference, runs_here
 from tfm_jax.config import WeaverConfig
 from tfm_jax.growth import pruned_schedule
 from tfm_jax.weaver import Weaver, WeaverTables
@@ -164,7 +164,7 @@ def weaver_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
         tables = WeaverTables(
             normal(shapes.vocab, shapes.rank, dtype=jnp.bfloat16),
             normal(shapes.vocab, shapes.rank, dtype=jnp.bfloat16, scale=2 * shapes.rank**-0.5),
-            nnx.merge(graph, weaver).kernel_weights() if weaver_tree.available() else None,
+            nnx.merge(graph, weaver).kernel_weights() if runs_here("weaver_tree", "triton") else None,
         )
         ids = jax.random.choice(jax.random.key(layer), shapes.vocab, (1, shapes.depth, shapes.pool), replace=False)
         scores = jnp.sort(normal(1, shapes.depth, shapes.pool, scale=2.0), axis=-1, descending=True)

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weavers import golden_group, jit_quickly, load_weaver, round_inputs, target_matrices
 
+from pallas_kernels.xla_growth import NewNodes
 from tfm_jax.errors import TfmError
-from tfm_jax.growth import NewNodes, best_first_tree, default_width
+from tfm_jax.growth import best_first_tree, default_width
 from tfm_jax.sampling import node_choices, walk
 from tfm_jax.tree import DraftTree, ancestor_mask, chain_tree, conv_taps, ddtree, top_candidates
 from tfm_jax.verifiers import accept

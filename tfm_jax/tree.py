@@ -20,11 +20,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import top_k
 from pallas_kernels.checks import concrete
+from pallas_kernels.xla_growth import padded_top_k, pick_rows, take_best
 from tfm_jax.errors import TfmError
 from tfm_jax.state import pytree_dataclass
 
@@ -133,7 +133,7 @@ def ddtree(
     prefix_scores = jnp.zeros((batch, 1), jnp.float32)
     for level in range(depth):
         extended = prefix_scores[:, :, None] + log_probs[:, level, None, :]
-        prefix_scores, index = _padded_top_k(extended.reshape(batch, -1), budget)
+        prefix_scores, index = padded_top_k(extended.reshape(batch, -1), budget)
         scores.append(prefix_scores)
         tokens.append(pick_rows(ids[:, level], index % pool))
         parents.append(index // pool)
@@ -232,32 +232,6 @@ def finish_tree(
     return DraftTree(
         prepend(root, tokens), parents, prepend(0, depths), valid, scores, ancestor_mask(parents, valid, max_depth)
     )
-
-
-def pick_rows(
-    rows: Shaped[Array, "batch slots *rest"], index: Int[Array, "batch picks"]
-) -> Shaped[Array, "batch picks *rest"]:
-    """Rows at valid indices, batch by batch."""
-    index = index.reshape(*index.shape, *(1,) * (rows.ndim - 2))
-    return jnp.take_along_axis(rows, index, axis=1, mode="promise_in_bounds")
-
-
-def take_best(
-    scores: Float[Array, "batch entries"], on_spine: Bool[Array, "... entries"] | None, count: int
-) -> tuple[Array, Array]:
-    """Scores and indices of the `count` best entries, best first; open ones on the spine before all others."""
-    order = scores if on_spine is None else jnp.where(on_spine & (scores > -jnp.inf), jnp.inf, scores)
-    best, index = _padded_top_k(order, count)
-    if on_spine is None:
-        return best, index
-    return jnp.where(best > -jnp.inf, pick_rows(scores, jnp.minimum(index, scores.shape[1] - 1)), best), index
-
-
-def _padded_top_k(scores: Float[Array, "batch entries"], count: int) -> tuple[Array, Array]:
-    """`lax.top_k` that also works with fewer than `count` entries: the missing ones score −inf."""
-    missing = max(count - scores.shape[1], 0)
-    best, index = lax.top_k(jnp.pad(scores, ((0, 0), (0, missing)), constant_values=-jnp.inf), count)
-    return best, index.astype(jnp.int32)
 
 
 def check_depths(depths: Int[Array | np.ndarray, "batch nodes"] | None, max_depth: int) -> None:
