@@ -12,6 +12,10 @@ h // (value_heads / key_heads), query head h uses key/value head h // (heads / k
 [batch, value_heads, key, value], key axis first. Nodes are in topological order: a parent's index is smaller than its
 children's, and node 0 is the root.
 
+Numbers. Trees, taps and paths that are none are refused where their numbers are at hand, which is outside of `jax.jit`
+and other transformations; such a call waits for these small arrays. Traced ones are not looked at: indices out of range
+then give results that mean nothing. Trees may be as deep as they have nodes.
+
 Arithmetic. The gated delta rule is computed in float32 whatever the dtype of the inputs, its matrix products never in
 plain tf32; with `precision="default"` a form for GPUs may err by 5e-4 of the result's norm, with "highest" by 5e-6.
 Attention multiplies in its inputs' dtype, and accumulates and normalises in float32.
@@ -25,8 +29,17 @@ from __future__ import annotations
 
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix
-from pallas_kernels.dispatch import Implementation, Precision, call, default_implementation, implementations
+from pallas_kernels.checks import check_ancestors, check_indices, check_path
+from pallas_kernels.constants import PATH
+from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix, TreeGrowth, WeaverWeights
+from pallas_kernels.dispatch import (
+    Implementation,
+    Precision,
+    call,
+    default_implementation,
+    implementations,
+    runs_here,
+)
 from pallas_kernels.xla import take_nodes
 from pallas_kernels.xla_commit import write_rows
 
@@ -36,16 +49,20 @@ __all__ = [
     "Implementation",
     "Precision",
     "Prefix",
+    "TreeGrowth",
+    "WeaverWeights",
     "commit_rows",
     "commit_states",
     "default_implementation",
     "gdn_chunk",
     "gdn_tree_verify",
     "implementations",
+    "runs_here",
     "take_nodes",
     "top_k",
     "tree_attention",
     "tree_conv",
+    "weaver_tree",
     "write_rows",
 ]
 
@@ -81,11 +98,13 @@ def gdn_tree_verify(
         Outputs, updates and path decays, float32; a commit takes the last two.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes that do not fit, ancestors that are no tree, or an implementation that is unknown or cannot
+            take the arguments.
     """
     _check_heads(query, key, value)
     _check_gates(value, log_decay, beta)
     _check_shape("ancestors", ancestors, (*value.shape[:2], value.shape[1]), "batch, nodes, nodes")
+    check_ancestors(ancestors)
     _check_state(state, key, value)
     operands = (query, key, value, log_decay, beta, ancestors, state)
     return call("gdn_tree_verify", implementation, *operands, precision=precision)
@@ -113,7 +132,8 @@ def commit_states(
         implementation: see the module.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes that do not fit, a path that leaves the tree, or an implementation that is unknown or cannot
+            take the arguments.
     """
     if not states:
         return ()
@@ -121,7 +141,7 @@ def commit_states(
         _check_heads(key, key, update)
         _check_state(state, key, update)
         _check_shape("path_decay", path_decay, update.shape[:3], "batch, nodes, value_heads")
-    _check_path(path, count, len(states[0]))
+    _check_path(path, count, len(states[0]), keys[0].shape[1])
     return call("commit_states", implementation, states, keys, updates, path_decays, path, count)
 
 
@@ -154,7 +174,8 @@ def commit_rows(
         Windows and caches.
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes that do not fit, taps or a path that leave the tree, or an implementation that is unknown or
+            cannot take the arguments.
     """
     batch, nodes = taps.shape[:2]
     for window, channels in zip(windows, inputs, strict=True):
@@ -167,7 +188,8 @@ def commit_rows(
         _check_shape("cache", cache, (batch, *cache.shape[1:]), "batch, kv_heads, capacity, head")
         _check_shape("rows", new, (batch, nodes, cache.shape[1], cache.shape[3]), "batch, nodes, kv_heads, head")
     _check_shape("lengths", lengths, (batch,), "batch")
-    _check_path(path, count, batch)
+    _check_path(path, count, batch, nodes)
+    _check_taps(taps)
     if not windows and not caches:
         return (), ()
     return call("commit_rows", implementation, windows, inputs, taps, caches, rows, lengths, path, count)
@@ -218,8 +240,9 @@ def tree_conv(
     kernel: Float[Array, "width channels"],
     taps: Int[Array, "batch nodes width"],
     *,
+    widths: tuple[int, ...],
     implementation: Implementation = "auto",
-) -> Float[Array, "batch nodes channels"]:
+) -> tuple[Float[Array, "batch nodes _"], ...]:
     """Depthwise causal convolution along every root-to-node path, then SiLU; sums in float32, inputs' dtype out.
 
     Args:
@@ -227,17 +250,26 @@ def tree_conv(
         window: the width − 1 inputs committed last, oldest first.
         kernel: its last row multiplies the node itself.
         taps: entry j is the node's j-th ancestor (0: itself); a negative c is row width − 1 + c of the window.
+        widths: channels of each result, from the first channel on; in a GDN layer those of queries, keys and values.
         implementation: see the module.
 
+    Returns:
+        An array for every width.
+
     Raises:
-        ValueError: shapes that do not fit, or an implementation that is unknown or cannot take the arguments.
+        ValueError: shapes or widths that do not fit, taps that leave tree and window, or an implementation that is
+            unknown or cannot take the arguments.
     """
     batch, nodes, channels = inputs.shape
     width = kernel.shape[0]
     _check_shape("window", window, (batch, width - 1, channels), "batch, width - 1, channels")
     _check_shape("kernel", kernel, (width, channels), "width, channels")
     _check_shape("taps", taps, (batch, nodes, width), "batch, nodes, width")
-    return call("tree_conv", implementation, inputs, window, kernel, taps)
+    _check_taps(taps)
+    if sum(widths) != channels or min(widths) < 1:
+        message = f"widths are {widths}, expected positive numbers whose sum is {channels}, the channels"
+        raise ValueError(message)
+    return call("tree_conv", implementation, inputs, window, kernel, taps, widths=widths)
 
 
 def tree_attention(
@@ -317,6 +349,78 @@ def top_k(
     return values.reshape(shape), ids.reshape(shape)
 
 
+def weaver_tree(
+    root: Int[Array, " one"],
+    candidate_ids: Int[Array, "depth pool"],
+    candidate_scores: Float[Array, "depth pool"],
+    inputs_table: Float[Array, "vocab rank"],
+    heads_table: Float[Array, "vocab rank"],
+    positions: Float[Array, "positions rank"],
+    prompt_keys: Float[Array, "prompt heads head"],
+    prompt_values: Float[Array, "prompt heads head"],
+    weights: WeaverWeights,
+    *,
+    width: int,
+    groups: int,
+    expand: int,
+    ahead: int = 0,
+    implementation: Implementation = "auto",
+) -> TreeGrowth:
+    """Grows one tree under a Weaver of generation w1 with one layer; nothing is pruned.
+
+    The root is expanded first; then, `groups` − 1 times, the `width` best entries of the frontier become slots and are
+    expanded; then as many become slots that are not. Behind each entry of a step a child, the first candidate of its
+    depth, is guessed and expanded in the same step, and a child of that one, `ahead` times; with guesses the first step
+    is one chain from the root. Step g has the slots from g · width · (1 + ahead) on.
+
+    Args:
+        root: last emitted token.
+        candidate_ids: possible children of the nodes of each depth; −1 means no candidate.
+        candidate_scores: their logits.
+        inputs_table: node inputs before positions, a row a token.
+        heads_table: rows whose products with a node's output correct the logits, a row a token.
+        positions: added to the inputs, a row a depth; a node at the depth limit takes the last.
+        prompt_keys: of depth + 1 prompt tokens.
+        prompt_values: of the same.
+        weights: of the Weaver.
+        width: frontier entries per step.
+        groups: steps.
+        expand: children per node.
+        ahead: guesses behind each entry, so that a step has width · (1 + ahead) nodes.
+        implementation: see the module.
+
+    Raises:
+        ValueError: shapes or sizes that do not fit, or an implementation that is unknown or cannot take the arguments.
+    """
+    depth, pool = candidate_ids.shape
+    vocab, rank = inputs_table.shape
+    if not 1 <= expand <= pool:
+        message = f"expand is {expand}, expected 1 to {pool}, the candidates of each depth"
+        raise ValueError(message)
+    if width < 1 or groups < 1 or ahead < 0:
+        message = f"width is {width}, groups {groups} and ahead {ahead}, expected at least 1, 1 and 0"
+        raise ValueError(message)
+    if not 1 <= depth < PATH:
+        message = f"there are candidates of {depth} depths, expected 1 to {PATH - 1}"
+        raise ValueError(message)
+    _check_shape("root", root, (1,), "one")
+    _check_shape("candidate_scores", candidate_scores, (depth, pool), "depth, pool")
+    _check_shape("heads_table", heads_table, (vocab, rank), "vocab, rank")
+    _check_shape("positions", positions, (max(depth, len(positions)), rank), "at least depth, rank")
+    heads = prompt_keys.shape[1]
+    _check_shape(
+        "prompt_keys", prompt_keys, (depth + 1, heads, rank // max(heads, 1)), "depth + 1, heads, rank / heads"
+    )
+    _check_shape("prompt_values", prompt_values, prompt_keys.shape, "depth + 1, heads, rank / heads")
+    mlp = len(weights.fc1)
+    shapes = ((3 * rank, rank), (3 * rank,), (rank, rank), (mlp, rank), (mlp,), (rank, mlp), (rank,), (rank,), (rank,))
+    for name, x, shape in zip(WeaverWeights._fields, weights, shapes, strict=True):
+        _check_shape(f"weights.{name}", x, shape, f"with a rank of {rank} and an MLP of {mlp}")
+    operands = (root, candidate_ids, candidate_scores, inputs_table, heads_table, positions, prompt_keys, prompt_values)
+    sizes = {"width": width, "groups": groups, "expand": expand, "ahead": ahead}
+    return call("weaver_tree", implementation, *operands, weights, **sizes)
+
+
 def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> None:
     if x.shape != expected:
         message = f"{name} has shape {x.shape}, expected {expected} = [{axes}]"
@@ -339,9 +443,15 @@ def _check_gates(value: Array, log_decay: Array, beta: Array) -> None:
     _check_shape("beta", beta, value.shape[:3], "batch, nodes, value_heads")
 
 
-def _check_path(path: Array, count: Array, batch: int) -> None:
+def _check_path(path: Array, count: Array, batch: int, nodes: int) -> None:
     _check_shape("path", path, (batch, *path.shape[1:2]), "batch, steps")
     _check_shape("count", count, (batch,), "batch")
+    check_path(path, count, nodes)
+
+
+def _check_taps(taps: Array) -> None:
+    _, nodes, width = taps.shape
+    check_indices("taps", taps, 1 - width, nodes, f"{nodes} nodes after a window of {width - 1} rows")
 
 
 def _check_state(state: Array, key: Array, value: Array) -> None:

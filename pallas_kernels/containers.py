@@ -29,3 +29,36 @@ class Prefix(NamedTuple):
     values: Float[Array, "batch kv_heads capacity head"]
     lengths: Int[Array, " batch"]  # rows t < length hold tokens; the others are never visible
     positions: Int[Array, "batch nodes"]  # absolute positions of the nodes, only read when there is a window
+
+
+class WeaverWeights(NamedTuple):
+    """Parameters of a Weaver of generation w1 with one layer; matrices are [out, in].
+
+    The norms in front of `qkv` and `fc1` are folded into them: of x̂ · scale + bias, with x̂ of mean square 1, the scale
+    into the matrix and the bias, seen through the matrix, into the vector behind it.
+    """
+
+    qkv: Float[Array, "three_ranks rank"]
+    qkv_bias: Float[Array, " three_ranks"]  # float32
+    out: Float[Array, "rank rank"]
+    fc1: Float[Array, "mlp rank"]
+    fc1_bias: Float[Array, " mlp"]  # float32
+    fc2: Float[Array, "rank mlp"]
+    fc2_bias: Float[Array, " rank"]
+    out_norm_scale: Float[Array, " rank"]
+    out_norm_bias: Float[Array, " rank"]
+
+
+class TreeGrowth(NamedTuple):
+    """Slots, those of a step together, the last `width` not expanded; and the children of those that were expanded.
+
+    A score of −inf marks what is not there; children that became slots are not there any more.
+    """
+
+    tokens: Int[Array, " slots"]
+    parents: Int[Array, " slots"]
+    depths: Int[Array, " slots"]
+    scores: Float[Array, " slots"]
+    lineage: Int[Array, "slots path"]  # the path of a slot from the root to itself, −1 beyond
+    frontier_scores: Float[Array, "expanded expand"]
+    frontier_tokens: Int[Array, "expanded expand"]

@@ -49,7 +49,7 @@ _FORMS: dict[str, dict[str, _Form]] = {  # the fastest first (but for small tree
         "reference": _REFERENCE,
     },
     "gdn_chunk": {"mosaic": _Form("mosaic_chunk"), "xla": _XLA, "reference": _REFERENCE},
-    "tree_conv": {"xla": _XLA, "reference": _REFERENCE},
+    "tree_conv": {"mosaic": _Form("mosaic_conv"), "xla": _XLA, "reference": _REFERENCE},
     "tree_attention": {
         "mosaic": _Form("mosaic_attention"),
         "triton": _Form("triton_attention"),
@@ -57,6 +57,11 @@ _FORMS: dict[str, dict[str, _Form]] = {  # the fastest first (but for small tree
         "reference": _REFERENCE,
     },
     "top_k": {"triton": _Form("triton_top_k"), "xla": _Form("xla_top_k"), "reference": _REFERENCE},
+    "weaver_tree": {
+        "triton": _Form("triton_weaver_tree"),
+        "xla": _Form("xla_weaver_tree"),
+        "reference": _Form("reference_weaver_tree"),
+    },
 }
 _GPU_FORMS = ("mosaic", "triton")
 _OLDEST_TRITON = 8  # compute capability of Ampere, the first with products of bfloat16
@@ -67,6 +72,11 @@ _log = logging.getLogger("pallas_kernels")
 def implementations(op: str) -> tuple[str, ...]:
     """Forms of an operation, the fastest first; whether one runs depends on the device and on the arguments."""
     return tuple(_FORMS[op])
+
+
+def runs_here(op: str, form: str) -> bool:
+    """Whether this device runs a form of an operation, if it takes the arguments."""
+    return form in _FORMS[op] and (form not in _GPU_FORMS or device_lacks(form) is None)
 
 
 def default_implementation() -> str:

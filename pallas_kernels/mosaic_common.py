@@ -63,7 +63,8 @@ def split(x: jax.Array, parts: int) -> list[jax.Array]:
     """Float32 registers as bf16 parts, high bits first, whose sum is x up to 2^(-8 parts)."""
     result = []
     for _ in range(parts - 1):
-        result.append(x.astype(BF16))
+        # Without the barrier LLVM converts one number at a time, on a slower unit.
+        result.append(lax.optimization_barrier(x.astype(BF16)))
         x = x - result[-1].astype(F32)
     return [*result, x.astype(BF16)]
 

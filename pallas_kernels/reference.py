@@ -117,7 +117,9 @@ def tree_conv(
     window: Float[np.ndarray, "batch window channels"],
     kernel: Float[np.ndarray, "width channels"],
     taps: Int[np.ndarray, "batch nodes width"],
-) -> Float[np.ndarray, "batch nodes channels"]:
+    *,
+    widths: tuple[int, ...],
+) -> tuple[Float[np.ndarray, "batch nodes _"], ...]:
     """SiLU of the sum over taps; a negative tap counts back from the end of the window."""
     x, committed, weight = _promote(inputs, window, kernel)
     width, result = kernel.shape[0], np.zeros_like(x)
@@ -125,7 +127,8 @@ def tree_conv(
         for tap, slot in enumerate(taps[row, node]):
             source = x[row, slot] if slot >= 0 else committed[row, slot]
             result[row, node] += weight[width - 1 - tap] * source
-    return (result / (1 + np.exp(-result))).astype(inputs.dtype)
+    activated = (result / (1 + np.exp(-result))).astype(inputs.dtype)
+    return tuple(np.split(activated, np.cumsum(widths[:-1]), axis=-1))
 
 
 def tree_attention(

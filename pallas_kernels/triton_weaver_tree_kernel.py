@@ -1,23 +1,26 @@
-"""Device code of `weaver_tree`: a persistent Triton kernel. Only `weaver_tree` imports it, when the kernel is wanted.
+"""Device code of `triton_weaver_tree`, which alone imports it, when the kernel is wanted.
 
 The steps of a tree depend on each other and each is short (50 MB of weights, 12 µs of bandwidth on an H200, for a rank
 of 2048), so launches and their ramps cost more than the work. Here one program per multiprocessor stays for all steps;
-they meet at barriers in device memory, seven a step:
+they meet at barriers in device memory, six a step:
 
-    query, key, value | attention | output projection | MLP, first layer | second | logits | best children of a node |
+    query, key, value | attention | output projection | MLP, first layer | second | logits
 
-Between the last barrier and the next step's first product every program repeats the choice of the next nodes for
-itself, in registers, so that it needs no eighth. Weights of a phase are loaded before the barrier in front of it. A
-program owns 16 columns of every matrix; a product is 16 columns × nodes, its sum over channels split over the warps.
-All sums have a fixed order.
+Between the last barrier and the next step's first product every program finds the best children and the next nodes for
+itself, in registers, so that it needs no seventh. A program owns 16 columns of every matrix; a product is 16 columns x
+nodes, its sum over channels split over the warps. All sums have a fixed order.
 
-Latency rules a step, not bandwidth: barriers, reductions across warps and code that passes the instruction cache once a
-step. Hence loops in place of unrolled code, and 8 warps (with 16 a tree took 1.3 times as long).
+Latency rules a step: barriers, exchanges between warps, and code that passes the instruction cache once a step. So
+- a warp owns a node while children are found: reductions need no other warp, and those of int32 are one instruction;
+- products are `mma.sync` on operands as they come from memory (`product`), which Triton would carry through shared
+  memory: channels are summed, so it does not matter which of them an operand's register holds, if both hold the same;
+- a norm is a factor: its scale is folded into the matrix behind it, and the squares are summed by one more product;
+- what the programs agree on, the nodes of a step, is held in scalars.
 
-Rounding follows the XLA form: bfloat16 after every product, norm and residual sum, float32 inside.
+Rounding follows the XLA form: bfloat16 after every product and residual sum, float32 inside.
 """
 
-# ruff: noqa: PLR0915 - a kernel whose phases share registers is one long function
+# ruff: noqa: C901, PLR0912, PLR0915 - a kernel whose phases share registers is one long function
 from __future__ import annotations
 
 from typing import no_type_check
@@ -25,334 +28,7 @@ from typing import no_type_check
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 
-from pallas_kernels.weaver_tree import COLUMNS as _COLUMNS
-from pallas_kernels.weaver_tree import PATH
-
-COLUMNS = tl.constexpr(_COLUMNS)
-LEVELS = tl.constexpr(PATH)
-VALUE = tl.constexpr(2)  # of query, key, value
-LOWEST = tl.constexpr(-(2**63))
-
-
-@triton.jit
-@no_type_check
-def _meet(counter: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Barrier of all programs: everything written before it is seen after it. `total` arrivals end the wait.
-
-    Returns a 0 that the compiler does not know to be one: addresses that add it are computed where they are used,
-    not once before all steps, which would take more registers than there are.
-    """
-    tl.debug_barrier()
-    zero = tl.inline_asm_elementwise(
-        """{
-        .reg .pred first, early;
-        .reg .u32 lane, seen;
-        mov.u32 lane, %tid.x;
-        setp.eq.u32 first, lane, 0;
-        @!first bra DONE;
-        red.release.gpu.global.add.u32 [$1], 1;
-        WAIT:
-        ld.acquire.gpu.global.u32 seen, [$1];
-        setp.lt.u32 early, seen, $2;
-        @early bra WAIT;
-        DONE:
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [counter, total],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    tl.debug_barrier()
-    return zero * COLUMNS  # so that addresses stay multiples of a load's width
-
-
-@triton.jit
-@no_type_check
-def _float_key(x: tl.tensor) -> tl.tensor:
-    """Order-preserving int64 of a float32."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-@no_type_check
-def _key_float(key: tl.tensor) -> tl.tensor:
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-@no_type_check
-def _channels(half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr) -> tl.tensor:
-    """[splits, rank / splits / 2]: half of the channels, in runs, one run a warp."""
-    run: tl.constexpr = rank // splits // 2
-    return (tl.arange(0, splits).to(tl.int64)[:, None] * 2 + half) * run + tl.arange(0, run).to(tl.int64)[None, :]
-
-
-@triton.jit
-@no_type_check
-def _half(
-    kernel: tl.tensor, column: tl.tensor, half: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
-) -> tl.tensor:
-    """[splits, 16, run]: half of the channels of a program's columns of a matrix, stored [columns, rank]."""
-    offset = tl.arange(0, COLUMNS).to(tl.int64)[None, :, None] * rank + _channels(half, rank, splits)[:, None, :]
-    return tl.load(kernel + column * rank + offset)
-
-
-@triton.jit
-@no_type_check
-def _rows(
-    x: tl.tensor, half: tl.constexpr, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr, splits: tl.constexpr
-) -> tl.tensor:
-    """[splits, run, nodes]: channels of an activation that other programs wrote; 0 for nodes from `width` on."""
-    node = tl.arange(0, nodes)[None, None, :]
-    at = node * rank + _channels(half, rank, splits)[:, :, None]
-    return tl.load(x + at, mask=node < width, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-@no_type_check
-def _inputs(
-    table: tl.tensor,
-    positions: tl.tensor,
-    token: tl.tensor,
-    row: tl.tensor,
-    half: tl.constexpr,
-    rank: tl.constexpr,
-    splits: tl.constexpr,
-) -> tl.tensor:
-    """[splits, run, nodes]: the same channels of the nodes' inputs."""
-    channel = _channels(half, rank, splits)[:, :, None]
-    here = tl.load(table + token[None, None, :].to(tl.int64) * rank + channel)
-    return _sum(here, tl.load(positions + row[None, None, :] * rank + channel))
-
-
-@triton.jit
-@no_type_check
-def _norms(
-    first: tl.tensor, second: tl.tensor, scale: tl.tensor, bias: tl.tensor, rank: tl.constexpr, splits: tl.constexpr
-) -> tuple[tl.tensor, ...]:
-    """Biased RMS norm of nodes given in two halves."""
-    x, y = first.to(tl.float32), second.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(tl.sum(x * x + y * y, axis=1), axis=0) / rank + 1e-6)[None, None, :]
-    channel = _channels(0, rank, splits)[:, :, None]
-    other = _channels(1, rank, splits)[:, :, None]
-    x = x * inverse * tl.load(scale + channel).to(tl.float32) + tl.load(bias + channel).to(tl.float32)
-    y = y * inverse * tl.load(scale + other).to(tl.float32) + tl.load(bias + other).to(tl.float32)
-    return _pin(x.to(tl.bfloat16)), _pin(y.to(tl.bfloat16))
-
-
-@triton.jit
-@no_type_check
-def _pin(x: tl.tensor) -> tl.tensor:
-    """The same x; without this the compiler changes its layout where it was loaded, and so waits for it there."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
-
-
-@triton.jit
-@no_type_check
-def _product(weights: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """[splits, 16, nodes]: half of a product, its sum over channels not finished."""
-    return tl.dot(_pin(weights), x, out_dtype=tl.float32)
-
-
-@triton.jit
-@no_type_check
-def _total(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    return tl.sum(first + second, axis=0).to(tl.bfloat16)
-
-
-@triton.jit
-@no_type_check
-def _sum(x: tl.tensor, y: tl.tensor) -> tl.tensor:
-    """The sum in bfloat16."""
-    return (x.to(tl.float32) + y.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-@no_type_check
-def _norm(x: tl.tensor, scale: tl.tensor, bias: tl.tensor, rank: tl.constexpr) -> tl.tensor:
-    """Biased RMS norm of rows [nodes, rank]."""
-    channel = tl.arange(0, rank)
-    x = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / rank + 1e-6)
-    scale = tl.load(scale + channel).to(tl.float32)
-    bias = tl.load(bias + channel).to(tl.float32)
-    return (x * inverse[:, None] * scale[None, :] + bias[None, :]).to(tl.bfloat16)
-
-
-@triton.jit
-@no_type_check
-def _own(x: tl.tensor, column: tl.tensor, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr) -> tl.tensor:
-    """[16, nodes] of an activation: a program's own columns."""
-    node = tl.arange(0, nodes)[None, :]
-    at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
-    return tl.load(x + at, mask=node < width, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-@no_type_check
-def _put(
-    x: tl.tensor, value: tl.tensor, column: tl.tensor, nodes: tl.constexpr, width: tl.constexpr, rank: tl.constexpr
-) -> None:
-    node = tl.arange(0, nodes)[None, :]
-    at = node * rank + column + tl.arange(0, COLUMNS)[:, None]
-    tl.store(x + at, value, mask=node < width)
-
-
-@triton.jit
-@no_type_check
-def _pick(vector: tl.tensor, index: tl.tensor, size: tl.constexpr) -> tl.tensor:
-    return tl.sum(tl.where(tl.arange(0, size) == index, vector, 0))
-
-
-@triton.jit
-@no_type_check
-def _attend(
-    query: tl.tensor, key_at: tl.tensor, value_at: tl.tensor, visible: tl.tensor, size: tl.constexpr
-) -> tl.tensor:
-    """One head's attention over rows given by their addresses."""
-    key = tl.load(key_at, mask=visible[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
-    value = tl.load(value_at, mask=visible[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
-    scaling: tl.constexpr = size**-0.5
-    match = tl.where(visible, tl.sum(query[None, :] * key, axis=1) * scaling, float("-inf"))
-    match = tl.exp(match - tl.max(match))
-    match = (match / tl.sum(match)).to(tl.bfloat16).to(tl.float32)
-    return tl.sum(match[:, None] * value, axis=0).to(tl.bfloat16)
-
-
-@triton.jit
-@no_type_check
-def _heads(
-    candidate_ids: tl.tensor,
-    heads_table: tl.tensor,
-    candidate: tl.tensor,
-    row: tl.tensor,
-    used: tl.tensor,
-    pool: tl.constexpr,
-    rank: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Ids of candidates of a depth, −1 for none, and their rows of the table of heads."""
-    ids = tl.load(candidate_ids + row * pool + candidate, mask=(candidate < pool) & used, other=-1)
-    at = ids.to(tl.int64)[:, None] * rank + tl.arange(0, rank)[None, :]
-    return ids, tl.load(heads_table + at, mask=(ids >= 0)[:, None], other=0.0)
-
-
-@triton.jit
-@no_type_check
-def _children(logits: tl.tensor, used: tl.tensor, pool: tl.constexpr, expand: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Log-probabilities and places in the pool of one node's best children, and the log-probability of the first."""
-    option = tl.arange(0, pool)
-    logit = tl.load(logits + option, mask=used, other=float("-inf"), cache_modifier=".cg")
-    first = tl.load(logits, mask=used, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(logit)
-    finite = tl.where(top == float("-inf"), 0.0, top)
-    total = finite + tl.log(tl.sum(tl.exp(logit - finite)))
-    order = (_float_key(logit) << 32) | (pool - 1 - option)
-    place = tl.arange(0, expand)
-    best = tl.full((expand,), LOWEST, tl.int64)
-    for child in range(expand):
-        winner = tl.max(order)
-        order = tl.where(order == winner, LOWEST, order)
-        best = tl.where(place == child, winner, best)
-    logit = _key_float(best >> 32)
-    edge = tl.where(logit > float("-inf"), tl.minimum(logit - total, 0.0), float("-inf"))
-    return edge, pool - 1 - best.to(tl.int32), tl.minimum(first - total, 0.0)
-
-
-@triton.jit
-@no_type_check
-def _score_guesses(
-    score: tl.tensor,
-    guessed: tl.tensor,
-    behind: tl.tensor,
-    exists: tl.tensor,
-    node: tl.tensor,
-    chains: tl.tensor,
-    nodes: tl.constexpr,
-    rows: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Scores along the chains, and which nodes have a guessed child; `guessed` is that child's log-probability."""
-    before = tl.arange(0, nodes)[None, :] == node[:, None] - chains
-    for place in range(1, tl.cdiv(rows, chains)):
-        above = tl.sum(tl.where(before, score[None, :] + guessed[None, :], 0.0), axis=1)
-        score = tl.where((behind == place) & exists, above, score)
-    is_guess = (behind > 0) & exists
-    return score, tl.sum((before & is_guess[:, None]).to(tl.int32), axis=0) > 0
-
-
-@triton.jit
-@no_type_check
-def _choose(
-    open_scores: tl.tensor,
-    open_info: tl.tensor,
-    entry: tl.tensor,
-    node: tl.tensor,
-    nodes: tl.constexpr,
-    width: tl.constexpr,
-    rows: tl.constexpr,
-    expand: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Takes the best frontier entries: token, parent, depth and score of the first node of each chain."""
-    order = (_float_key(open_scores) << 32) | (0x7FFFFFFF - entry)
-    token, depth = tl.zeros((nodes,), tl.int32), tl.zeros((nodes,), tl.int32)
-    parent = tl.full((nodes,), -1, tl.int32)
-    score = tl.full((nodes,), float("-inf"), tl.float32)
-    for number in range(width):
-        winner = tl.max(order)
-        chosen = order == winner
-        order = tl.where(chosen, LOWEST, order)
-        open_scores = tl.where(chosen, float("-inf"), open_scores)
-        winner_score = _key_float(winner >> 32)
-        info = tl.sum(tl.where(chosen, open_info, 0))
-        above = (0x7FFFFFFF - winner.to(tl.int32)) // expand
-        in_chain = (node < rows) & (node % width == tl.where(winner_score > float("-inf"), number, nodes))
-        token, depth = tl.where(in_chain, info // 32, token), tl.where(in_chain, info % 32, depth)
-        parent = tl.where(in_chain, above // nodes * rows + above % nodes, parent)
-        score = tl.where(in_chain & (node < width), winner_score, score)
-    return token, parent, depth, score, open_scores
-
-
-@triton.jit
-@no_type_check
-def _paths(
-    lineage: tl.tensor,
-    base_parent: tl.tensor,
-    base_depth: tl.tensor,
-    node_depth: tl.tensor,
-    chain: tl.tensor,
-    chains: tl.tensor,
-    exists: tl.tensor,
-) -> tl.tensor:
-    """[nodes, 2 · 16]: slots from the root to each node, −1 beyond, twice; all −1 for an unused node."""
-    step = tl.arange(0, 2 * LEVELS)[None, :] % LEVELS
-    shared = (step < base_depth[:, None]) & exists[:, None]
-    path = tl.load(lineage + base_parent[:, None] * LEVELS + step, mask=shared, other=0)
-    path = tl.where(step >= base_depth[:, None], chain[:, None] + chains * step, path)
-    return tl.where((step <= node_depth[:, None]) & exists[:, None], path, -1)
-
-
-@triton.jit
-@no_type_check
-def _record(
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    depths: tl.tensor,
-    lineage: tl.tensor,
-    slot: tl.tensor,
-    token: tl.tensor,
-    parent: tl.tensor,
-    depth: tl.tensor,
-    path: tl.tensor,
-    kept: tl.tensor,
-) -> None:
-    tl.store(tokens + slot, token, mask=kept)
-    tl.store(parents + slot, parent, mask=kept)
-    tl.store(depths + slot, depth, mask=kept)
-    step = tl.arange(0, 2 * LEVELS)[None, :]
-    tl.store(lineage + slot[:, None] * LEVELS + step % LEVELS, path, mask=kept[:, None] & (step < LEVELS))
+from pallas_kernels import triton_weaver_tree_parts as parts
 
 
 @triton.jit
@@ -366,12 +42,9 @@ def grow_kernel(
     positions: tl.tensor,
     prompt_keys: tl.tensor,
     prompt_values: tl.tensor,
-    norm_attn_scale: tl.tensor,
-    norm_attn_bias: tl.tensor,
     qkv: tl.tensor,
+    qkv_bias: tl.tensor,
     out: tl.tensor,
-    norm_mlp_scale: tl.tensor,
-    norm_mlp_bias: tl.tensor,
     fc1: tl.tensor,
     fc1_bias: tl.tensor,
     fc2: tl.tensor,
@@ -392,9 +65,6 @@ def grow_kernel(
     hidden: tl.tensor,
     last: tl.tensor,
     logits: tl.tensor,
-    edges: tl.tensor,
-    options: tl.tensor,
-    guesses: tl.tensor,
     rank: tl.constexpr,
     heads: tl.constexpr,
     depth: tl.constexpr,
@@ -403,198 +73,318 @@ def grow_kernel(
     ahead: tl.constexpr,
     nodes: tl.constexpr,
     groups: tl.constexpr,
-    groups_padded: tl.constexpr,
     expand: tl.constexpr,
     programs: tl.constexpr,
-    splits: tl.constexpr,
-    tile: tl.constexpr,
+    entries: tl.constexpr,
+    picks: tl.constexpr,
 ) -> None:
     """Grows the tree; `tfm_jax.growth.best_first_tree` says what the steps are.
 
     A step's nodes are `width` frontier entries, then a guessed child of each, then a guessed child of each of these,
     `ahead` times; in the first step they are one chain from the root. Group g holds the slots from
-    g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a power of two of at least 4. Frontier entries are
+    g · width · (1 + ahead) on. `nodes` is a step's nodes padded to a multiple of 8. Frontier entries are
     [group, node, child], in the order of slots. `lineage[slot]` holds the slot's path, −1 beyond its own depth.
+    `entries` is the frontier's size in lanes of a warp, `picks` what an exchange of every node's best takes.
     """
     program = tl.program_id(0)
-    column = program * COLUMNS
+    column = program * parts.COLUMNS
     head_dim: tl.constexpr = rank // heads
     rows: tl.constexpr = width * (1 + ahead)
-    node = tl.arange(0, nodes)
-    channel = tl.arange(0, rank)
-    in_step = node < rows
+    words: tl.constexpr = rank // parts.WORD
+    tiles: tl.constexpr = nodes // parts.ROWS
     slots: tl.constexpr = groups * rows + width
+    padded: tl.constexpr = picks * parts.LANES // nodes  # picks of a node
     keys = projections + slots * rank
-    own = program // (programs // nodes)  # the node whose logits this program computes
-    leads = (program % (programs // nodes) == 0) & (own < rows)
-    blocks: tl.constexpr = (pool * nodes + programs * tile - 1) // (programs * tile)
+    share: tl.constexpr = programs // nodes  # programs that compute the logits of a node
+    own = program // share
+    few: tl.constexpr = (pool + share - 1) // share  # candidates of a program
+    pairs: tl.constexpr = (few + 2 * parts.COLUMNS - 1) // (2 * parts.COLUMNS)
 
-    # The step's chains: how many, and per node the parent and the depth of its chain's first node.
-    chains = 1
-    base_parent = tl.full((nodes,), -1, tl.int32)
-    base_depth = tl.zeros((nodes,), tl.int32)
-    score = tl.where(node == 0, 0.0, float("-inf"))
-    token = tl.where(node == 0, tl.load(root), 0)
-    exists = (node == 0) | (in_step & (ahead > 0))
-
-    group_at = tl.arange(0, groups_padded)[:, None, None]
+    # The frontier: a warp holds a node's children, groups side by side.
+    lane = tl.arange(0, parts.LANES)
+    row_at = tl.arange(0, entries)[:, None, None]
     node_at = tl.arange(0, nodes)[None, :, None]
-    child_at = tl.arange(0, expand)[None, None, :]
-    entry = (group_at * nodes + node_at) * expand + child_at
-    open_scores = tl.full((groups_padded, nodes, expand), float("-inf"), tl.float32)
-    open_info = tl.zeros((groups_padded, nodes, expand), tl.int32)  # token · 32 + depth
+    lane_at = lane[None, None, :]
+    group_at = row_at * (parts.LANES // expand) + lane_at // expand
+    entry = (group_at * nodes + node_at) * expand + lane_at % expand
+    open_keys = tl.full((entries, nodes, parts.LANES), parts.NOTHING, tl.int32)
+    open_info = tl.zeros((entries, nodes, parts.LANES), tl.int32)  # token · 32 + depth
+    node_of_warp = tl.arange(0, nodes)
+    firsts = tl.load(candidate_ids + lane * pool, mask=lane < depth, other=-1)
+
+    # The step's nodes: token · 32 + depth, −1 for an unused node. And of the first nodes of chains: parent and score.
+    guess = tl.load(root)
+    info = (guess * 32,)
+    for number in tl.static_range(1, rows):
+        guess = tl.sum(tl.where(lane == number - 1, firsts, 0))
+        info = info + (tl.where((ahead > 0) & (number <= depth) & (guess >= 0), guess * 32 + number, -1),)  # noqa: RUF005
+    base_parent = (program * 0 - 1,)
+    base_score = (program * 0.0,)
+    for _ in tl.static_range(1, width):
+        base_parent = base_parent + (program * 0 - 1,)  # noqa: RUF005
+        base_score = base_score + (program * 0.0 + float("-inf"),)  # noqa: RUF005
 
     arrivals = 0
     zero = 0
-    weights_0 = _half(qkv, column, 0, rank, splits)
-    weights_1 = _half(qkv, column, 1, rank, splits)
+    own_column = column + parts.own_columns()
+    weights = parts.matrix_columns(qkv, column, rank)
+    more = parts.matrix_columns(qkv + rank * rank, column, rank)
     for group in range(groups):
-        # Nodes behind the first of a chain: the drafter's best tokens.
         first = group * rows
-        behind = node // chains
-        node_depth = base_depth + behind
-        guess = tl.load(candidate_ids + tl.minimum(tl.maximum(node_depth - 1, 0), depth - 1) * pool)
-        token = tl.where(behind == 0, token, guess)
-        exists = exists & (node_depth <= depth) & (token >= 0)
-        token = tl.where(exists, token, 0)
-        node_depth = tl.where(exists, node_depth, 0)
-        chain = first + node % chains - base_depth * chains  # + chains · d: the chain's slot of depth d
-        row = tl.minimum(node_depth, depth - 1)
-        paths = _paths(lineage, base_parent, base_depth, node_depth, chain, chains, exists)
-        if program == 0:
-            slot = first + node
-            parent = tl.where(exists, tl.where(behind == 0, base_parent, slot - chains), -1)
-            _record(tokens, parents, depths, lineage, slot, token, parent, node_depth, paths, in_step)
-        own_row, own_exists = _pick(row, own, nodes), _pick(exists.to(tl.int32), own, nodes) > 0
+        chains = tl.where(group == 0, 1, width)
+        own_info = parts.of_node(own, info)
+        own_row = tl.minimum(own_info & 31, depth - 1)
 
         # Query, key, value.
-        first_half = _inputs(inputs_table, positions, token, row, 0, rank, splits)
-        second_half = _inputs(inputs_table, positions, token, row, 1, rank, splits)
-        first_half, second_half = _norms(first_half, second_half, norm_attn_scale, norm_attn_bias, rank, splits)
-        for part in range(3):
-            source = tl.where(part < VALUE, qkv + (part + 1) * (rank * rank), out)
-            next_0 = _half(source, column + zero, 0, rank, splits)
-            sum_0 = _product(weights_0, first_half)
-            next_1 = _half(source, column + zero, 1, rank, splits)
-            sum_1 = _product(weights_1, second_half)
-            weights_0, weights_1 = next_0, next_1
-            _put(projections + (part * slots + first) * rank, _total(sum_0, sum_1), column, nodes, rows, rank)
+        for tile in tl.static_range(tiles):
+            row = tl.arange(0, parts.ROWS)[:, None, None, None] + tile * parts.ROWS
+            known = tl.where(row < rows, tl.maximum(parts.of_node(row, info), 0), 0)
+            at = parts.words(rank, 0)
+            x = tl.load(parts.as_words(inputs_table) + (known >> 5) * words + at)
+            there = tl.load(parts.as_words(positions) + tl.minimum(known & 31, depth - 1) * words + at)
+            x = parts.multiply_add(x, tl.full(x.shape, 0x3F803F803F803F80, tl.int64), there)
+            if tile > 0:
+                weights = parts.matrix_columns(qkv, column + zero, rank)
+                more = parts.matrix_columns(qkv + rank * rank, column + zero, rank)
+            query = parts.product(weights, x)
+            weights = parts.matrix_columns(qkv + 2 * rank * rank, column + zero, rank)
+            key = parts.product(more, x)
+            squares = parts.product((x, x), x)
+            value = parts.product(weights, x)
+            query, key, value, squares = tl.reduce((query, key, value, squares), 1, parts.add_4)
+            inverse = parts.norm_factor(squares, rank)
+            node = parts.in_tile(tile)
+            here = projections + (first + node) * rank + own_column
+            bias = qkv_bias + own_column
+            part = tl.arange(0, 2)[None, None, None, :]
+            both = tl.join(query * inverse, key * inverse) + tl.load(bias[:, :, :, None] + part * rank)
+            tl.store(here[:, :, :, None] + part * (slots * rank), both.to(tl.bfloat16), mask=node[:, :, :, None] < rows)
+            value = value * inverse + tl.load(bias + 2 * rank)
+            tl.store(here + 2 * (slots * rank), value.to(tl.bfloat16), mask=node < rows)
         arrivals += programs
-        zero = _meet(counter, arrivals)
+        parts.arrive(counter)
+        weights = parts.matrix_columns(out, column + zero, rank)
+        number = program // heads
+        chain = number % chains
+        base_depth = (parts.of_node(number, info) & 31) - number // chains
+        own_depth = tl.where((number < rows) & (parts.of_node(number, info) >= 0), base_depth + number // chains, -1)
+        path = parts.path_of(
+            lineage,
+            parts.of_node(chain, base_parent),
+            base_depth,
+            own_depth,
+            first + chain - base_depth * chains,
+            chains,
+        )
+        if program == 0:
+            all_info = parts.of_node(node_of_warp, info)
+            slot = first + node_of_warp
+            above = tl.where(node_of_warp < chains, parts.of_node(node_of_warp % chains, base_parent), slot - chains)
+            tl.store(tokens + slot, tl.where(all_info >= 0, all_info >> 5, 0), mask=node_of_warp < rows)
+            tl.store(depths + slot, tl.where(all_info >= 0, all_info & 31, 0), mask=node_of_warp < rows)
+            tl.store(parents + slot, tl.where(all_info >= 0, above, -1), mask=node_of_warp < rows)
+        zero = parts.wait(counter, arrivals)
 
         # Attention of a node and a head over the prompt and the node's path.
         for pair in range(program, rows * heads, programs):
             number = pair // heads
-            path = tl.sum(tl.where((node == number)[:, None], paths, 0), axis=0)
-            step = tl.arange(0, 2 * LEVELS)  # the prompt, then the path
-            in_prompt = step < LEVELS
-            at = (pair % heads) * head_dim + tl.arange(0, head_dim)
-            query = tl.load(projections + (first + number) * rank + at, cache_modifier=".cg").to(tl.float32)
-            offset = tl.where(in_prompt, step, path)[:, None] * rank + at[None, :]
+            step = tl.arange(0, 2 * parts.LEVELS)  # the prompt, then the path
+            in_prompt = step < parts.LEVELS
+            channel = (pair % heads) * head_dim + tl.arange(0, head_dim)
+            asked = tl.load(projections + (first + number) * rank + channel, cache_modifier=".cg").to(tl.float32)
+            offset = tl.where(in_prompt, step, path)[:, None] * rank + channel[None, :]
             key_at = tl.where(in_prompt[:, None], prompt_keys + offset, keys + offset)
             value_at = tl.where(in_prompt[:, None], prompt_values + offset, keys + slots * rank + offset)
             visible = tl.where(in_prompt, step <= depth, path >= 0)
-            mixed = _attend(query, key_at, value_at, visible, head_dim)
-            tl.store(attended + number * rank + at, mixed)
+            mixed = parts.attend(asked, key_at, value_at, visible, head_dim)
+            tl.store(attended + number * rank + channel, mixed)
+            if pair % heads == 0:
+                tl.store(lineage + (first + number) * parts.LEVELS + step, path, mask=step < parts.LEVELS)
+            number = (pair + programs) // heads
+            chain = number % chains
+            base_depth = (parts.of_node(number, info) & 31) - number // chains
+            own_depth = tl.where(
+                (number < rows) & (parts.of_node(number, info) >= 0), base_depth + number // chains, -1
+            )
+            path = parts.path_of(
+                lineage, parts.of_node(chain, base_parent), base_depth, own_depth,
+                first + chain - base_depth * chains, chains,
+            )  # fmt: skip
         arrivals += programs
-        zero = _meet(counter, arrivals)
+        parts.arrive(counter)
+        more = parts.matrix_columns(fc1, column + zero, rank)
+        zero = parts.wait(counter, arrivals)
 
         # Output projection.
-        own_column = column + tl.arange(0, COLUMNS)[:, None]
-        before = tl.load(inputs_table + token[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
-        there = tl.load(positions + row[None, :] * rank + own_column, mask=in_step[None, :], other=0.0)
-        before = _sum(before, there)
-        first_half = _rows(attended, 0, nodes, rows, rank, splits)
-        second_half = _rows(attended, 1, nodes, rows, rank, splits)
-        next_0 = _half(fc1, column + zero, 0, rank, splits)
-        sum_0 = _product(weights_0, first_half)
-        next_1 = _half(fc1, column + zero, 1, rank, splits)
-        sum_1 = _product(weights_1, second_half)
-        _put(middle, _sum(before, _total(sum_0, sum_1)), column, nodes, rows, rank)
+        for tile in tl.static_range(tiles):
+            x = parts.node_rows(attended, tile, rows, rank)
+            node = parts.in_tile(tile)
+            known = tl.maximum(parts.of_node(node, info), 0)
+            before = parts.rounded_sum(
+                tl.load(inputs_table + (known >> 5) * rank + own_column, mask=node < rows, other=0.0),
+                tl.load(positions + tl.minimum(known & 31, depth - 1) * rank + own_column, mask=node < rows, other=0.0),
+            )
+            if tile > 0:
+                weights = parts.matrix_columns(out, column + zero, rank)
+            result = tl.sum(parts.product(weights, x), axis=1)
+            tl.store(
+                middle + node * rank + own_column, parts.rounded_sum(before, result.to(tl.bfloat16)), mask=node < rows
+            )
         arrivals += programs
-        zero = _meet(counter, arrivals)
+        parts.arrive(counter)
+        weights = parts.matrix_columns(fc2, column + zero, rank)
+        zero = parts.wait(counter, arrivals)
 
         # MLP.
-        first_half = _rows(middle, 0, nodes, rows, rank, splits)
-        second_half = _rows(middle, 1, nodes, rows, rank, splits)
-        first_half, second_half = _norms(first_half, second_half, norm_mlp_scale, norm_mlp_bias, rank, splits)
-        weights_0 = _half(fc2, column + zero, 0, rank, splits)
-        sum_0 = _product(next_0, first_half)
-        weights_1 = _half(fc2, column + zero, 1, rank, splits)
-        sum_1 = _product(next_1, second_half)
-        inner = _sum(_total(sum_0, sum_1), tl.load(fc1_bias + own_column)).to(tl.float32)
-        x = (0.5 * inner * (1.0 + tl.math.erf(inner * 0.7071067811865476))).to(tl.bfloat16)
-        _put(hidden, x, column, nodes, rows, rank)
+        for tile in tl.static_range(tiles):
+            x = parts.node_rows(middle, tile, rows, rank)
+            node = parts.in_tile(tile)
+            if tile > 0:
+                more = parts.matrix_columns(fc1, column + zero, rank)
+            inner, squares = tl.reduce((parts.product(more, x), parts.product((x, x), x)), 1, parts.add_2)
+            inner = (inner * parts.norm_factor(squares, rank) + tl.load(fc1_bias + own_column)).to(tl.bfloat16)
+            tl.store(hidden + node * rank + own_column, parts.gelu(inner), mask=node < rows)
         arrivals += programs
-        zero = _meet(counter, arrivals)
-        first_half = _rows(hidden, 0, nodes, rows, rank, splits)
-        second_half = _rows(hidden, 1, nodes, rows, rank, splits)
-        x = _sum(
-            _total(_product(weights_0, first_half), _product(weights_1, second_half)), tl.load(fc2_bias + own_column)
-        )
-        _put(last, _sum(_own(middle, column, nodes, rows, rank), x), column, nodes, rows, rank)
+        parts.arrive(counter)
+        used = (own < rows) & (own_info >= 0)
+        zero = parts.wait(counter, arrivals)
+        for tile in tl.static_range(tiles):
+            x = parts.node_rows(hidden, tile, rows, rank)
+            node = parts.in_tile(tile)
+            if tile > 0:
+                weights = parts.matrix_columns(fc2, column + zero, rank)
+            before = tl.load(middle + node * rank + own_column, mask=node < rows, other=0.0, cache_modifier=".cg")
+            result = tl.sum(parts.product(weights, x), axis=1).to(tl.bfloat16)
+            result = parts.rounded_sum(before, parts.rounded_sum(result, tl.load(fc2_bias + own_column)))
+            tl.store(last + node * rank + own_column, result, mask=node < rows)
+        arrivals += programs
+        parts.arrive(counter)
 
-        # Logits of one node.
-        candidate = program % (programs // nodes) * (blocks * tile) + tl.arange(0, tile)
-        ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, own_exists, pool, rank)
+        # Logits of one node: its row, scaled, in the first column of a product and the norm's bias in the others.
+        line = candidate_ids + own_row * pool
+        ends = (program % share + 1) * few
+        for pair in tl.static_range(pairs):
+            candidate = (program % share) * few + pair * 4 * parts.ROWS
+            weights = (
+                parts.head_rows(heads_table + zero, line, candidate, ends, used, rank),
+                parts.head_rows(heads_table + zero, line, candidate + parts.ROWS, ends, used, rank),
+            )
+            more = (
+                parts.head_rows(heads_table + zero, line, candidate + 2 * parts.ROWS, ends, used, rank),
+                parts.head_rows(heads_table + zero, line, candidate + 3 * parts.ROWS, ends, used, rank),
+            )
+            if pair == 0:
+                zero = parts.wait(counter, arrivals)
+            is_row = tl.arange(0, parts.ROWS)[:, None, None, None] == 0
+            at = parts.words(rank, 0) + zero
+            x = tl.load(
+                tl.where(is_row, parts.as_words(last) + own * words, parts.as_words(out_norm_bias)) + at,
+                mask=own < rows, other=0, cache_modifier=".cg",
+            )  # fmt: skip
+            scale = tl.load(parts.as_words(out_norm_scale) + at, mask=is_row, other=0x3F803F803F803F80)
+            scaled = parts.multiply_add(x, scale, tl.full(x.shape, -0x7FFF7FFF7FFF8000, tl.int64))
+            corrected, other, squares = tl.reduce(
+                (parts.product(weights, scaled), parts.product(more, scaled), parts.product((x, x), x)), 1, parts.add_3
+            )
+            number = parts.in_tile(0)
+            factor = tl.where(number == 0, parts.norm_factor(squares, rank), tl.where(number == 1, 1.0, 0.0))
+            corrected = tl.join(tl.sum(corrected * factor, axis=2), tl.sum(other * factor, axis=2))
+            place = candidate + parts.own_columns() + tl.arange(0, 2)[None, None, :] * parts.COLUMNS
+            kept = (place < ends) & (place < pool) & (own < rows)
+            is_candidate = tl.load(line + place, mask=kept & used, other=-1) >= 0
+            corrected += tl.load(candidate_scores + own_row * pool + place, mask=kept, other=0.0)
+            tl.store(logits + own * pool + place, tl.where(is_candidate, corrected, float("-inf")), mask=kept)
         arrivals += programs
-        zero = _meet(counter, arrivals)
-        result = tl.load(last + own * rank + channel[None, :], mask=own < rows, other=0.0, cache_modifier=".cg")
-        result = _norm(result, out_norm_scale, out_norm_bias, rank).to(tl.float32)
-        for block in range(blocks):
-            kept = (candidate < pool) & (own < rows)
-            corrected = tl.sum(result * heads_rows.to(tl.float32), axis=1)
-            corrected += tl.load(candidate_scores + own_row * pool + candidate, mask=kept, other=0.0)
-            tl.store(logits + own * pool + candidate, tl.where(ids >= 0, corrected, float("-inf")), mask=kept)
-            if blocks > 1:
-                candidate += tile
-                more = own_exists & (block + 1 < blocks)
-                ids, heads_rows = _heads(candidate_ids, heads_table, candidate, own_row, more, pool, rank)
-        arrivals += programs
-        zero = _meet(counter, arrivals)
+        parts.arrive(counter)
+        weights = parts.matrix_columns(qkv, column + zero, rank)
+        more = parts.matrix_columns(qkv + rank * rank, column + zero, rank)
+        zero = parts.wait(counter, arrivals)
 
-        # Children: the best of one node; all programs of a node find the same.
-        edge, option, guess = _children(logits + own * pool, own_exists, pool, expand)
-        place = tl.arange(0, expand)
-        tl.store(edges + own * expand + place, edge, mask=leads)
-        tl.store(options + own * expand + place, option, mask=leads)
-        tl.store(guesses + own, guess, mask=leads)
-        weights_0 = _half(qkv, column + zero, 0, rank, splits)
-        weights_1 = _half(qkv, column + zero, 1, rank, splits)
-        arrivals += programs
-        zero = _meet(counter, arrivals)
+        # Children: every program finds those of all nodes, a warp those of a node.
+        known = parts.of_node(node_of_warp, info)
+        known = tl.where(node_of_warp < rows, known, -1)
+        edge, option, guessed = parts.children(logits + zero, zero + 1, known >= 0, pool, nodes, expand)
+        found = tl.load(candidate_ids + tl.minimum(tl.maximum(known, 0) & 31, depth - 1)[None, :] * pool + option)
 
-        # The frontier gets them.
-        guessed = tl.load(guesses + node, mask=in_step, other=0.0, cache_modifier=".cg")
-        at, kept = node[:, None] * expand + place[None, :], in_step[:, None]
-        edge = tl.load(edges + at, mask=kept, other=float("-inf"), cache_modifier=".cg")
-        option = tl.load(options + at, mask=kept, other=0, cache_modifier=".cg")
-        ids = tl.load(candidate_ids + row[:, None] * pool + option)
-        score, is_guessed = _score_guesses(score, guessed, behind, exists, node, chains, nodes, rows)
-        usable = (edge > float("-inf")) & (score[:, None] > float("-inf")) & (node_depth[:, None] < depth)
-        usable = usable & ((option > 0) | ~is_guessed[:, None])
-        child_scores = tl.where(usable, score[:, None] + edge, float("-inf"))
-        child_info = ids * 32 + node_depth[:, None] + 1
+        # Scores along the chains.
+        guessed = tl.where(node_of_warp[None, :] == lane[:, None], parts.float_key(guessed)[None, :], parts.LOWEST)
+        guessed = tl.max(guessed, axis=1)  # in the lane of the node, in all warps
+        node_scores = (base_score[0],)
+        beyond = (parts.key_float(tl.max(tl.where(lane == 0, guessed, parts.LOWEST))),)
+        for number in tl.static_range(1, rows):
+            above = node_scores[number - 1] + beyond[number - 1]
+            if number < width:
+                score = tl.where(group == 0, above, base_score[number])
+            else:
+                score = tl.where(group == 0, above, node_scores[number - width] + beyond[number - width])
+            node_scores = node_scores + (tl.where(info[number] >= 0, score, float("-inf")),)  # noqa: RUF005
+            beyond = beyond + (parts.key_float(tl.max(tl.where(lane == number, guessed, parts.LOWEST))),)  # noqa: RUF005
+
+        # The frontier gets the children, but for those that are nodes already.
+        following = node_of_warp + chains
+        is_guessed = (ahead > 0) & (following < rows) & (parts.of_node(following, info) >= 0)
+        score = parts.of_node(node_of_warp, node_scores)
+        usable = (score > float("-inf")) & ((known & 31) < depth) & (known >= 0)
+        usable = usable[None, :] & (edge > float("-inf")) & ((option > 0) | ~is_guessed[None, :])
+        child_keys = tl.trans(parts.float_key(tl.where(usable, score[None, :] + edge, float("-inf"))))
+        child_info = tl.trans(found * 32 + (known & 31)[None, :] + 1)
         fresh = group_at == group
-        open_scores = tl.where(fresh, child_scores[None, :, :], open_scores)
+        open_keys = tl.where(fresh, child_keys[None, :, :], open_keys)
         open_info = tl.where(fresh, child_info[None, :, :], open_info)
         if program == 0:
-            tl.store(scores + first + node, score, mask=in_step)
+            tl.store(scores + first + node_of_warp, score, mask=node_of_warp < rows)
 
-        # The next chains: the best frontier entries.
-        chains = width
-        token, base_parent, base_depth, score, open_scores = _choose(
-            open_scores, open_info, entry, node, nodes, width, rows, expand
-        )
-        exists = base_depth > 0
+        # The next chains: the best of every node's best frontier entries.
+        left = open_keys
+        spot = tl.arange(0, picks)[:, None, None] * parts.LANES + lane_at
+        best_keys = tl.full((picks, nodes, parts.LANES), parts.LOWEST, tl.int32)
+        best_entries = tl.full((picks, nodes, parts.LANES), -1, tl.int32)
+        best_info = tl.full((picks, nodes, parts.LANES), -1, tl.int32)
+        for number in range(width):
+            winner = tl.max(tl.max(left, axis=0), axis=1)[None, :, None]
+            at_entry = tl.min(tl.min(tl.where(left == winner, entry, parts.LAST), axis=0), axis=1)[None, :, None]
+            is_winner = entry == at_entry
+            told = tl.sum(tl.sum(tl.where(is_winner, open_info, 0), axis=0), axis=1)[None, :, None]
+            left = tl.where(is_winner, parts.LOWEST, left)
+            is_spot = spot == node_at * padded + number
+            best_keys = tl.where(is_spot, winner, best_keys)
+            best_entries = tl.where(is_spot, at_entry, best_entries)
+            best_info = tl.where(is_spot, told, best_info)
+        best_keys, best_entries, best_info = tl.reduce((best_keys, best_entries, best_info), 1, parts.max_3)
+        base_parent = ()
+        base_score = ()
+        info = ()
+        for _ in tl.static_range(width):
+            winner = tl.max(tl.max(best_keys, axis=0), axis=0)
+            at = tl.min(tl.min(tl.where(best_keys == winner, best_entries, parts.LAST), axis=0), axis=0)
+            told = tl.max(tl.max(tl.where(best_entries == at, best_info, -1), axis=0), axis=0)
+            best_keys = tl.where(best_entries == at, parts.LOWEST, best_keys)
+            exists = winner > parts.NOTHING
+            open_keys = tl.where((entry == at) & exists, parts.NOTHING, open_keys)
+            above = at // expand
+            info = info + (tl.where(exists, told, -1),)  # noqa: RUF005
+            base_parent = base_parent + (tl.where(exists, above // nodes * rows + above % nodes, -1),)  # noqa: RUF005
+            base_score = base_score + (tl.where(exists, parts.key_float(winner), float("-inf")),)  # noqa: RUF005
+        for number in tl.static_range(width, rows):
+            above = info[number - width]
+            guess = tl.max(tl.where(lane == (above & 31), firsts, -1))
+            exists = (above >= 0) & ((above & 31) < depth) & (guess >= 0)
+            info = info + (tl.where(exists, guess * 32 + (above & 31) + 1, -1),)  # noqa: RUF005
     if program == 0:
-        tl.debug_barrier()  # reads paths that it has just written
-        chain = groups * rows + node - base_depth
-        paths = _paths(lineage, base_parent, base_depth, base_depth, chain, 1, exists)
-        slot = groups * rows + node
-        _record(tokens, parents, depths, lineage, slot, token, base_parent, base_depth, paths, node < width)
-        tl.store(scores + slot, score, mask=node < width)
-        at = (group_at * rows + node_at) * expand + child_at
-        kept_children = (node_at < rows) & (group_at < groups)
-        tl.store(frontier_scores + at, open_scores, mask=kept_children)
-        tl.store(frontier_tokens + at, open_info // 32, mask=kept_children)
+        for number in tl.static_range(width):
+            slot = groups * rows + number
+            known = info[number]
+            exists = known >= 0
+            base_depth = tl.maximum(known, 0) & 31
+            own_depth = tl.where(exists, base_depth, -1)
+            step = tl.arange(0, 2 * parts.LEVELS)
+            path = parts.path_of(lineage, base_parent[number], base_depth, own_depth, slot - base_depth, 1)
+            tl.store(lineage + slot * parts.LEVELS + step, path, mask=step < parts.LEVELS)
+            tl.store(tokens + slot, tl.where(exists, known >> 5, 0))
+            tl.store(depths + slot, base_depth)
+            tl.store(parents + slot, base_parent[number])
+            tl.store(scores + slot, base_score[number])
+        at = (group_at * rows + node_at) * expand + lane_at % expand
+        kept = (node_at < rows) & (group_at < groups)
+        tl.store(frontier_scores + at, parts.key_float(open_keys), mask=kept)
+        tl.store(frontier_tokens + at, open_info >> 5, mask=kept)

@@ -12,6 +12,8 @@ Inside, arrays are [batch, key_heads, group, …]: the `group` value heads that 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -130,19 +132,23 @@ def gdn_chunk(
     return GdnChunkResult(output, final.reshape(state.shape))
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="widths")
 def tree_conv(
     inputs: Float[Array, "batch nodes channels"],
     window: Float[Array, "batch window channels"],
     kernel: Float[Array, "width channels"],
     taps: Int[Array, "batch nodes width"],
-) -> Float[Array, "batch nodes channels"]:
-    """One gather over window and nodes: tap c is row width − 1 + c of their concatenation, whatever its sign."""
-    rows = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=1)
-    width = kernel.shape[0]
-    gathered = take_nodes(rows, taps + width - 1).astype(jnp.float32)
+    *,
+    widths: tuple[int, ...],
+) -> tuple[Float[Array, "batch nodes _"], ...]:
+    """Both gathers and a choice, which fuse; one gather of nodes behind the window would make that array first."""
+    rows, width = take_nodes(inputs, jnp.maximum(taps, 0)), kernel.shape[0]
+    if width > 1:
+        committed = take_nodes(window.astype(inputs.dtype), jnp.clip(taps + width - 1, 0, width - 2))
+        rows = jnp.where(taps[..., None] < 0, committed, rows)
     weight = kernel[::-1].astype(jnp.float32)
-    return jax.nn.silu(jnp.sum(gathered * weight, axis=2)).astype(inputs.dtype)
+    activated = jax.nn.silu(jnp.sum(rows.astype(jnp.float32) * weight, axis=2)).astype(inputs.dtype)
+    return tuple(jnp.split(activated, list(itertools.accumulate(widths[:-1])), axis=-1))
 
 
 class _Inputs(NamedTuple):

@@ -3,6 +3,11 @@
 A floor is the larger of two times: the bytes that cannot be left out at the rate of a large copy, and the arithmetic at
 the rate of a large bfloat16 product, both measured in the same run. `own` calls all layers in turn, each with its own
 buffers, which therefore come from device memory; `hot` calls one layer again and again.
+
+Layers of a round have one tree in common, and what they derive from it alone (words of bits, a mask in another type)
+XLA computes once for all layers of a program. A program of one layer computes it too, so that it is timed apart:
+`layer_us` is a layer with the tree known to the compiler, `shared_us` what a layer that is given the tree takes beyond
+that, and `us` is layer_us + shared_us / layers.
 """
 
 from __future__ import annotations
@@ -19,17 +24,18 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import tyro
 from _bench_report import show_kernels
-from _kernel_cases import attention_workloads, gdn_chunk_workloads, gdn_tree_workloads
+from _kernel_cases import attention_workloads, conv_workloads, gdn_chunk_workloads, gdn_tree_workloads
 from _kernel_cases_model import commit_workloads, top_k_workloads, weaver_workloads
 from _kernel_timing import Ceilings, Layers, Program, measure_ceilings, time_program
-from _kernel_workload import QWEN_27B, SMALL, Shapes, Workload
+from _kernel_workload import QWEN_27B, SMALL, Shapes, Workload, with_known
 
 from tfm_jax.errors import TfmError
 
-Op = Literal["gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"]
+Op = Literal["gdn_tree_verify", "tree_conv", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"]
 Form = Literal["mosaic", "triton", "xla", "fla-core"]
 _WORKLOADS: dict[str, Callable[[Shapes, str], Iterator[Workload]]] = {
     "gdn_tree_verify": gdn_tree_workloads,
+    "tree_conv": conv_workloads,
     "tree_attention": attention_workloads,
     "commit": commit_workloads,
     "top_k": top_k_workloads,
@@ -39,6 +45,14 @@ _WORKLOADS: dict[str, Callable[[Shapes, str], Iterator[Workload]]] = {
 
 
 type _Program = Callable[[Layers], list[Any]]
+type _Figures = dict[str, dict[str, float]]  # by kind of buffers
+
+
+class _Form(NamedTuple):
+    """Programs of a form: a layer, and, if there are operands that layers share, a layer that knows them already."""
+
+    whole: _Program
+    rest: _Program | None
 
 
 class _Failure(NamedTuple):
@@ -61,7 +75,15 @@ class Kernels:
     """
 
     output: Annotated[Path | None, tyro.conf.arg(aliases=["--json"])] = None
-    ops: tuple[Op, ...] = ("gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk")
+    ops: tuple[Op, ...] = (
+        "gdn_tree_verify",
+        "tree_conv",
+        "tree_attention",
+        "commit",
+        "top_k",
+        "weaver_tree",
+        "gdn_chunk",
+    )
     implementations: tuple[Form, ...] = ("mosaic", "triton", "xla", "fla-core")
     precision: Literal["default", "highest"] = "default"
     repeats: int = 20
@@ -106,18 +128,20 @@ class Kernels:
             return None
         return f"{len(report['failed'])} implementations failed; see the last lines of the table."
 
-    def _programs(self, workload: Workload, pool: Executor) -> dict[str, _Program | _Failure]:
+    def _programs(self, workload: Workload, pool: Executor) -> dict[str, _Form | _Failure]:
         """A program for every form that is asked for, or why there is none."""
         forms = [form for form in (*workload.forms, *workload.foreign) if form in self.implementations]
         shapes = jax.eval_shape(lambda: workload.operands(0)) if forms else ()
-        programs: dict[str, _Program | _Failure] = {}
+        programs: dict[str, _Form | _Failure] = {}
         for form in forms:
             try:
                 if form in workload.foreign:
-                    programs[form] = workload.foreign[form]()
+                    programs[form] = _Form(workload.foreign[form](), None)
                 else:
                     run = workload.run(form, self.precision)
-                    programs[form] = Program(run, shapes, pool, donates=workload.donates)
+                    whole = Program(run, shapes, pool, donates=workload.donates)
+                    rest = Program(with_known(run, workload.shared), shapes, pool) if workload.shared else None
+                    programs[form] = _Form(whole, rest)
             except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the other forms still run
                 programs[form] = _Failure("unsupported" if _is_refusal(error) else "failed", _first_line(error))
         return programs
@@ -139,11 +163,11 @@ def _installed(*distributions: str) -> Iterator[tuple[str, str]]:
 
 
 def _measure(
-    workload: Workload, programs: dict[str, _Program | _Failure], ceilings: Ceilings, repeats: int
+    workload: Workload, programs: dict[str, _Form | _Failure], ceilings: Ceilings, repeats: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """One entry a time: ("rows", …) if there is one, else ("unsupported", …) or ("failed", …)."""
     names = {form: {"op": workload.op, "case": workload.case, "implementation": form} for form in programs}
-    ready: dict[str, _Program] = {}
+    ready: dict[str, _Form] = {}
     for form, program in programs.items():
         if isinstance(program, _Failure):
             yield program.kind, names[form] | {"reason": program.reason}
@@ -157,10 +181,12 @@ def _measure(
         "bytes_us": workload.bytes / ceilings.copy * 1e6,
         "operations_us": workload.operations / ceilings.matmul * 1e6,
     }
-    for form, program in ready.items():
+    for form, (whole, rest) in ready.items():
         bar = float("inf") if form in workload.foreign else workload.bar
         try:
-            figures = _time(workload, program, layers, (expected, bar), repeats)
+            figures = _time(workload, whole, layers, (expected, bar), repeats)
+            if rest is not None:
+                figures = _share(figures, _time(workload, rest, layers, (expected, bar), repeats), workload.layers)
         except Exception as error:  # noqa: BLE001
             yield "failed", names[form] | {"reason": _first_line(error)}
             continue
@@ -168,9 +194,7 @@ def _measure(
             yield "rows", names[form] | {"buffers": buffers} | entry | {"floor_us": max(floors.values())} | floors
 
 
-def _time(
-    workload: Workload, program: _Program, layers: Layers, expected: tuple[Any, float], repeats: int
-) -> dict[str, dict[str, float]]:
+def _time(workload: Workload, program: _Program, layers: Layers, expected: tuple[Any, float], repeats: int) -> _Figures:
     """Figures with each kind of buffers, if the first result is within the bar that comes with the expected one.
 
     Raises:
@@ -186,10 +210,26 @@ def _time(
         message = f"relative error {error:.2e}, more than {expected[1]:.1e}"
         raise ValueError(message)
     del result
-    figures: dict[str, dict[str, float]] = {}
+    figures: _Figures = {}
     for buffers in workload.buffers:
         times = time_program(program, layers if buffers == "own" else layers[:1], repeats)
         figures[buffers] = {"us": times.us, "kernels": times.kernels, "rel_err": error}
+    return figures
+
+
+def _share(whole: _Figures, rest: _Figures, layers: int) -> _Figures:
+    """Figures of a layer that bears its part of what all of them share; see the module."""
+    figures: _Figures = {}
+    for buffers, entry in rest.items():
+        shared = max(whole[buffers]["us"] - entry["us"], 0.0)
+        figures[buffers] = {
+            "us": entry["us"] + shared / layers,
+            "kernels": entry["kernels"],
+            "rel_err": max(whole[buffers]["rel_err"], entry["rel_err"]),
+            "layer_us": entry["us"],
+            "shared_us": shared,
+            "shared_kernels": whole[buffers]["kernels"] - entry["kernels"],
+        }
     return figures
 
 

@@ -20,6 +20,7 @@ from _kernel_workload import (
     nbytes,
     random_parents,
     relative_error,
+    taps_of,
 )
 
 import pallas_kernels
@@ -40,11 +41,11 @@ def forms_of(op: str) -> tuple[str, ...]:
 def gdn_tree_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
     """Verification of trees by one GDN layer."""
     for nodes in shapes.nodes:
-        ancestors = ancestors_of(random_parents(nodes))
+        ancestors = ancestors_of(random_parents(nodes))[None]
 
         def operands(layer: int, nodes: int = nodes, ancestors: np.ndarray = ancestors) -> tuple[Any, ...]:
             *rows, state = _gdn_operands(shapes, nodes, layer)
-            return (*rows, jnp.asarray(ancestors)[None], state)
+            return (*rows, jnp.asarray(ancestors), state)
 
         matrix, wide, group = shapes.width**2, shapes.width * nodes**2, shapes.value_heads
         yield Workload(
@@ -60,6 +61,7 @@ def gdn_tree_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
             # K S and Q S; then, of lower triangles, the solve and the read-out, and the two Gram matrices.
             operations=group * (4 * nodes * matrix + 2 * wide) + shapes.key_heads * 2 * wide,
             layers=shapes.gdn_layers,
+            shared={5: ancestors},
         )
 
 
@@ -99,17 +101,44 @@ def gdn_chunk_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
     )
 
 
+def conv_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
+    """The short convolution of a tree in one GDN layer; its results are what verification reads."""
+    keys = shapes.key_heads * shapes.width
+    widths = (keys, keys, shapes.channels - 2 * keys)
+    for nodes in shapes.nodes:
+        taps = taps_of(random_parents(nodes))
+
+        def operands(layer: int, nodes: int = nodes, taps: np.ndarray = taps) -> tuple[Any, ...]:
+            normal, width = Normals(layer), taps.shape[1]
+            rows = ((1, nodes, shapes.channels), (1, width - 1, shapes.channels), (width, shapes.channels))
+            return (*(normal(*shape, dtype=jnp.bfloat16) for shape in rows), jnp.asarray(taps, jnp.int32)[None])
+
+        yield Workload(
+            op="tree_conv",
+            case=f"nodes={nodes}",
+            forms=forms_of("tree_conv"),
+            operands=operands,
+            run=lambda form, _: functools.partial(_convolve, form, widths),
+            oracle=functools.partial(_conv_oracle, widths),
+            error=lambda actual, expected: max(map(relative_error, actual, expected)),
+            bar=_ROUNDING_BAR,
+            bytes=2 * shapes.channels * (2 * nodes + 2 * taps.shape[1] - 1) + 4 * taps.size,
+            operations=2 * taps.size * shapes.channels,
+            layers=shapes.gdn_layers,
+        )
+
+
 def attention_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     """Attention of a tree, and of one node, over a long cache; the oracle computes one key/value head."""
     group = shapes.heads // shapes.kv_heads
     for nodes in shapes.attention_nodes:
         for context in shapes.contexts:
-            parents = random_parents(nodes)
+            mask = ancestors_of(random_parents(nodes))[None]
             yield Workload(
                 op="tree_attention",
                 case=f"nodes={nodes} context={context}",
                 forms=forms_of("tree_attention"),
-                operands=functools.partial(_attention_operands, shapes, ancestors_of(parents), context),
+                operands=functools.partial(_attention_operands, shapes, mask, context),
                 run=lambda form, _: functools.partial(_attend, form),
                 oracle=functools.partial(_dense_attention, group),
                 error=lambda actual, expected: relative_error(actual[:, :, :group], expected),
@@ -117,6 +146,7 @@ def attention_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
                 bytes=2 * 2 * shapes.head * ((context + nodes) * shapes.kv_heads + nodes * shapes.heads),
                 operations=4 * nodes * shapes.heads * shapes.head * (context + nodes),
                 layers=shapes.attention_layers,
+                shared={3: mask},
             )
 
 
@@ -164,19 +194,29 @@ def _traffic(op: str, operands: Callable[[int], tuple[Any, ...]]) -> int:
     )
 
 
-def _attention_operands(shapes: Shapes, ancestors: np.ndarray, context: int, layer: int) -> tuple[Any, ...]:
-    normal, nodes = Normals(layer), len(ancestors)
+def _convolve(form: Any, widths: tuple[int, ...], *operands: Any) -> tuple[jax.Array, ...]:  # noqa: ANN401
+    return pallas_kernels.tree_conv(*operands, widths=widths, implementation=form)
+
+
+def _conv_oracle(widths: tuple[int, ...], *operands: jax.Array) -> tuple[np.ndarray, ...]:
+    *arrays, taps = operands
+    inputs, window, kernel = exact(*arrays)
+    return reference.tree_conv(inputs, window, kernel, np.asarray(taps), widths=widths)
+
+
+def _attention_operands(shapes: Shapes, mask: np.ndarray, context: int, layer: int) -> tuple[Any, ...]:
+    normal, nodes = Normals(layer), mask.shape[1]
     rows = (1, shapes.kv_heads, context + _SPARE_ROWS, shapes.head)
     own = (1, nodes, shapes.kv_heads, shapes.head)
     prefix = Prefix(
         keys=normal(*rows, dtype=jnp.bfloat16),
         values=normal(*rows, dtype=jnp.bfloat16),
         lengths=jnp.array([context], jnp.int32),
-        positions=jnp.asarray(context + ancestors.sum(axis=1) - 1, jnp.int32)[None],
+        positions=jnp.asarray(context + mask.sum(axis=2) - 1, jnp.int32),
     )
     query = normal(1, nodes, shapes.heads, shapes.head, dtype=jnp.bfloat16)
     key, value = normal(*own, dtype=jnp.bfloat16), normal(*own, dtype=jnp.bfloat16)
-    return query, key, value, jnp.asarray(ancestors)[None], prefix
+    return query, key, value, jnp.asarray(mask), prefix
 
 
 def _attend(form: Any, query: Any, key: Any, value: Any, mask: Any, prefix: Prefix) -> jax.Array:  # noqa: ANN401

@@ -9,11 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _kernel_cases import forms_of
-from _kernel_workload import Normals, Shapes, Workload, ancestors_of, exact, random_parents, relative_error
+from _kernel_workload import (
+    WINDOW,
+    Normals,
+    Shapes,
+    Workload,
+    ancestors_of,
+    exact,
+    random_parents,
+    relative_error,
+    taps_of,
+)
 from flax import nnx
 
 import pallas_kernels
-from pallas_kernels import reference, weaver_tree
+from pallas_kernels import reference, runs_here
 from tfm_jax.config import WeaverConfig
 from tfm_jax.growth import pruned_schedule
 from tfm_jax.weaver import Weaver, WeaverTables
@@ -21,7 +31,6 @@ from tfm_jax.weaver import Weaver, WeaverTables
 _STATE_BARS = {"default": 5e-4, "highest": 5e-6}
 _SCORE_BAR = 1e-2  # scores are sums of rounded logits' differences
 _TREE_NODES = 64
-_WINDOW = 3
 _CAPACITY = 4096
 _LENGTH = 2048
 _TOP_K_LAYERS = 8  # more than a cache holds
@@ -54,7 +63,7 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
 
     def operands(layer: int) -> tuple[Any, ...]:
         path, count = jnp.asarray(nodes, jnp.int32)[None], jnp.array([len(nodes)], jnp.int32)
-        taps = jnp.asarray(_taps(parents), jnp.int32)[None]
+        taps = jnp.asarray(taps_of(parents), jnp.int32)[None]
         return *_caches(shapes, layer), taps, jnp.array([_LENGTH], jnp.int32), path, count
 
     def run(form: Any, _: str) -> Callable[..., Any]:  # noqa: ANN401
@@ -74,7 +83,7 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
         layers = (caches.states, tape.keys, tape.updates, tape.path_decays)
         operands = (tuple(exact(x[0], x[-1])) for x in layers)
         states = reference.commit_states(*operands, path=np.asarray(path), count=np.asarray(count))
-        window = exact(tape.inputs[-1][:, nodes[-_WINDOW:]])
+        window = exact(tape.inputs[-1][:, nodes[-WINDOW:]])
         return [*states, *window, *(exact(x[:, nodes])[0].swapaxes(1, 2) for x in tape.rows[-2:])]
 
     def error(actual: tuple[_Caches, jax.Array], expected: list[np.ndarray]) -> float:
@@ -85,7 +94,7 @@ def commit_workloads(shapes: Shapes, precision: str) -> Iterator[Workload]:
 
     state = shapes.value_heads * shapes.width**2 * 4
     accepted_delta = len(nodes) * (2 * shapes.key_heads * shapes.width + 4 * shapes.value_heads * (shapes.width + 1))
-    window, accepted_rows = 2 * _WINDOW * shapes.channels, len(nodes) * 2 * 2 * shapes.kv_heads * shapes.head
+    window, accepted_rows = 2 * WINDOW * shapes.channels, len(nodes) * 2 * 2 * shapes.kv_heads * shapes.head
     yield Workload(
         op="commit",
         case=f"accepted={len(nodes)}",
@@ -155,7 +164,7 @@ def weaver_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
         tables = WeaverTables(
             normal(shapes.vocab, shapes.rank, dtype=jnp.bfloat16),
             normal(shapes.vocab, shapes.rank, dtype=jnp.bfloat16, scale=2 * shapes.rank**-0.5),
-            nnx.merge(graph, weaver).kernel_weights() if weaver_tree.available() else None,
+            nnx.merge(graph, weaver).kernel_weights() if runs_here("weaver_tree", "triton") else None,
         )
         ids = jax.random.choice(jax.random.key(layer), shapes.vocab, (1, shapes.depth, shapes.pool), replace=False)
         scores = jnp.sort(normal(1, shapes.depth, shapes.pool, scale=2.0), axis=-1, descending=True)
@@ -215,7 +224,7 @@ def _caches(shapes: Shapes, seed: int) -> tuple[_Caches, _Tape]:
     return (
         _Caches(
             layers(deltas, *state, dtype=jnp.float32, scale=0.05),
-            layers(deltas, 1, _WINDOW, shapes.channels),
+            layers(deltas, 1, WINDOW, shapes.channels),
             layers(caches, *cache),
         ),
         _Tape(
@@ -226,12 +235,3 @@ def _caches(shapes: Shapes, seed: int) -> tuple[_Caches, _Tape]:
             layers(caches, *rows),
         ),
     )
-
-
-def _taps(parents: np.ndarray) -> np.ndarray:
-    """Row i: the node and its next three ancestors; past the root -1, -2, … count back into the window."""
-    taps = [np.arange(len(parents))]
-    for _ in range(_WINDOW):
-        last = taps[-1]
-        taps.append(np.where(last > 0, parents[np.maximum(last, 0)], last - 1))
-    return np.stack(taps, axis=1)

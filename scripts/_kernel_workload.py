@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from _kernel_timing import Layers
 
+WINDOW = 3  # rows of a convolution's window
 _MAX_DEPTH = 15
 
 
@@ -97,6 +98,8 @@ class Workload:
         layers: how many there are.
         buffers: what is timed: all layers, each with its `own` buffers, or one layer again and again, whose are `hot`.
         donates: see `run`.
+        shared: operands that all layers of a round have in common, by their place. What a form computes from them
+            alone, XLA computes once for all layers of a program; they are charged for it once.
         foreign: public kernels that are timed for comparison, whatever their error, and how to make their programs.
     """
 
@@ -113,7 +116,17 @@ class Workload:
     layers: int = 1
     buffers: tuple[Literal["own", "hot"], ...] = ("own", "hot")
     donates: bool = False
+    shared: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     foreign: Mapping[str, Callable[[], Callable[[Layers], list[Any]]]] = dataclasses.field(default_factory=dict)
+
+
+def with_known(function: Callable[..., Any], known: Mapping[int, np.ndarray]) -> Callable[..., Any]:
+    """The function with some operands known to the compiler, which then computes beforehand what needs no others."""
+
+    def run(*operands: Any) -> Any:  # noqa: ANN401 - whatever the function takes and returns
+        return function(*(jnp.asarray(known[place]) if place in known else x for place, x in enumerate(operands)))
+
+    return run
 
 
 def random_parents(nodes: int) -> np.ndarray:
@@ -135,6 +148,15 @@ def ancestors_of(parents: np.ndarray) -> np.ndarray:
         if parent >= 0:
             mask[node] |= mask[parent]
     return mask
+
+
+def taps_of(parents: np.ndarray) -> np.ndarray:
+    """Row i: the node and its next three ancestors; past the root -1, -2, … count back into the window."""
+    taps = [np.arange(len(parents))]
+    for _ in range(WINDOW):
+        last = taps[-1]
+        taps.append(np.where(last > 0, parents[np.maximum(last, 0)], last - 1))
+    return np.stack(taps, axis=1)
 
 
 class Normals:

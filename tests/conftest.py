@@ -10,6 +10,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # Most of the time goes into compiling small programs; without LLVM's expensive passes that takes half as long.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# Warpgroups of an interpreted kernel block a thread of XLA's pool each; it has one a core, and three starve on two.
+os.environ.setdefault("NPROC", "8")
 
 import pytest  # noqa: E402 - what it loads may import jax
 

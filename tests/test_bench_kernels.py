@@ -16,14 +16,14 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import kernel_tables
 from _kernel_timing import Program
-from _kernel_workload import QWEN_27B, SMALL, ancestors_of, random_parents, relative_error
+from _kernel_workload import QWEN_27B, SMALL, ancestors_of, random_parents, relative_error, with_known
 from bench import main
 
 import pallas_kernels
 
 pytestmark = pytest.mark.slow
 
-OPS = {"gdn_tree_verify", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"}
+OPS = {"gdn_tree_verify", "tree_conv", "tree_attention", "commit", "top_k", "weaver_tree", "gdn_chunk"}
 KEYS = {"op", "case", "buffers", "implementation", "us", "floor_us", "rel_err"}
 JSON = ROOT / "benchmarks" / "kernels-h200.json"
 
@@ -56,6 +56,22 @@ def test_layers_have_their_own_buffers_or_share_one(report: dict[str, Any]) -> N
     assert buffers["gdn_tree_verify"] == ["own", "hot"]
     assert buffers["commit"] == ["own"]
     assert buffers["weaver_tree"] == ["hot"]
+
+
+def test_what_layers_share_is_charged_once(report: dict[str, Any]) -> None:
+    layers = {"gdn_tree_verify": SMALL.gdn_layers, "tree_attention": SMALL.attention_layers}
+    for row in report["rows"]:
+        assert ("shared_us" in row) == (row["op"] in layers)
+        if row["op"] in layers:
+            assert row["us"] == pytest.approx(row["layer_us"] + row["shared_us"] / layers[row["op"]])
+
+
+def test_nothing_is_computed_of_known_operands_alone() -> None:
+    tree = np.linspace(0, 1, 32, dtype=np.float32)
+    whole = jax.jit(lambda x, tree: x * jax.numpy.cos(tree) + jax.numpy.sin(x))
+    texts = [x.lower(tree, tree).compile().as_text() for x in (whole, jax.jit(with_known(whole, {1: tree})))]
+    assert ["cosine(" in text for text in texts] == [True, False]
+    assert all("sine(" in text for text in texts)
 
 
 def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from exact import Draws, coin_draws, make_small_tree, prefix_errors
 from test_verifiers import NODES, VOCAB, Case, check_coins, check_traversal, run_rule
 from weavers import jit_quickly
 
+from pallas_kernels.xla_growth import NewNodes
 from tfm_jax.budget import choose_budget, choose_steps, promised_tokens
-from tfm_jax.growth import NewNodes, grow_as_worth, growth_stops
+from tfm_jax.growth import grow_as_worth, growth_stops
 from tfm_jax.state import Ledger
 from tfm_jax.tree import first_nodes
 from tfm_jax.verifiers import target_only, traversal

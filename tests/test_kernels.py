@@ -6,6 +6,7 @@ in float64 (themselves held to the goldens here), and identities.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -345,7 +346,7 @@ def test_conv_reads_across_the_window_and_not_across_branches(implementation: st
 def test_conv_sums_bfloat16_inputs_in_float32(implementation: str) -> None:
     x = jnp.asarray([[[1.0], [2**-9], [2**-9], [2**-9]]], jnp.bfloat16)  # 1 + 2^-9 rounds to 1
     ones, taps = jnp.ones((4, 1), jnp.bfloat16), jnp.asarray(taps_of(chain(4)))[None]
-    actual = kernel("tree_conv", implementation)(x, jnp.zeros((1, 3, 1), jnp.bfloat16), ones, taps)
+    (actual,) = kernel("tree_conv", implementation, widths=(1,))(x, jnp.zeros((1, 3, 1), jnp.bfloat16), ones, taps)
     total = 1 + 3 * 2**-9
     assert actual.dtype == jnp.bfloat16
     assert actual[0, 3, 0] == jnp.asarray(total / (1 + np.exp(-total)), jnp.bfloat16)
@@ -375,4 +376,83 @@ def test_a_state_with_other_heads_is_refused() -> None:
 def test_a_convolution_window_of_another_length_is_refused() -> None:
     x, taps = jnp.ones((1, 5, 8)), jnp.zeros((1, 5, 4), jnp.int32)
     with pytest.raises(ValueError, match=r"window has shape \(1, 2, 8\), expected \(1, 3, 8\)"):
-        pallas_kernels.tree_conv(x, x[:, :2], x[0, :4], taps)
+        pallas_kernels.tree_conv(x, x[:, :2], x[0, :4], taps, widths=(8,))
+
+
+@pytest.mark.parametrize("widths", [(4, 3), (9, -1), (8, 0)])
+def test_results_of_a_convolution_take_all_channels(widths: tuple[int, ...]) -> None:
+    x, taps = jnp.ones((1, 5, 8)), jnp.zeros((1, 5, 4), jnp.int32)
+    with pytest.raises(ValueError, match="expected positive numbers whose sum is 8, the channels"):
+        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps, widths=widths)
+
+
+def changed_mask(changes: dict[tuple[int, int], bool]) -> jax.Array:
+    """Ancestors of 0 → 1 → 2, 0 → 3, and slot 4 unused; then some entries changed."""
+    mask = np.zeros((1, 5, 5), bool)
+    mask[0, :4, :4] = ancestors_of(np.array([-1, 0, 1, 0]))
+    for (row, column), entry in changes.items():
+        mask[0, row, column] = entry
+    return jnp.asarray(mask)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({(1, 1): False}, r"row 1 of ancestors of tree 0 is no path: expected true at 1, its parent 0 and the ances"),
+        ({(0, 3): True}, "row 0 of ancestors of tree 0 is no path: expected true at 0, nowhere else"),
+        ({(2, 0): False}, "row 2 .* expected true at 2, its parent 1 and the ancestors of that, nowhere else"),
+        ({(3, 1): True, (3, 0): False}, "row 3 .* expected true at 3, its parent 1 and the ancestors of that"),
+        ({(3, 2): True}, "row 3 .* expected true at 3, its parent 2 and the ancestors of that"),
+        ({(1, 4): True}, "row 1 .* expected true at 1, its parent 0"),
+    ],
+)
+def test_what_is_no_tree_is_refused(changes: dict[tuple[int, int], bool], sentence: str) -> None:
+    rows = map(to_device, make_case(np.random.default_rng(0), chain(5)).rows)
+    operands = [*rows, changed_mask(changes), jnp.ones((1, 6, 16, 16))]
+    with pytest.raises(ValueError, match=sentence):
+        pallas_kernels.gdn_tree_verify(*operands, implementation="xla")
+    traced = kernel("gdn_tree_verify", "xla")(*operands)  # under jit the numbers are not there to be looked at
+    assert traced.output.shape == (1, 5, 6, 16)
+
+
+@pytest.mark.parametrize("changes", [{}, {(4, 4): True}, {(4, 4): True, (4, 3): True, (4, 0): True}])
+def test_trees_and_unused_nodes_are_taken(changes: dict[tuple[int, int], bool]) -> None:
+    case = make_case(np.random.default_rng(0), chain(5))._replace(ancestors=np.asarray(changed_mask(changes)))
+    concrete = pallas_kernels.gdn_tree_verify(*map(to_device, case), implementation="xla")
+    np.testing.assert_array_equal(concrete.output, verify("xla", *case).output)
+
+
+@pytest.mark.parametrize("tap", [-4, 5])
+def test_taps_out_of_range_are_refused(tap: int) -> None:
+    x, taps = jnp.ones((1, 5, 8)), jnp.zeros((1, 5, 4), jnp.int32).at[0, 2, 3].set(tap)
+    with pytest.raises(ValueError, match=f"taps holds {tap}, expected -3 to 4 for 5 nodes after a window of 3 rows"):
+        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps, widths=(8,))
+    for edge in (-3, 4):
+        pallas_kernels.tree_conv(x, x[:, :3], x[0, :4], taps.at[0, 2, 3].set(edge), widths=(8,))
+
+
+@pytest.mark.parametrize(
+    ("path", "count", "sentence"),
+    [
+        ([0, 5, 1], 2, "path holds 5, expected 0 to 4 for a tree of 5 nodes"),
+        ([-1, 0, 0], 1, "path holds -1, expected 0 to 4 for a tree of 5 nodes"),
+        ([0, 1, 2], 4, "count holds 4, expected 0 to 3 for a path of 3 steps"),
+        ([0, 1, 2], -1, "count holds -1, expected 0 to 3 for a path of 3 steps"),
+        ([0, 1, 9], 2, None),  # entries beyond the count are ignored
+    ],
+)
+def test_paths_that_leave_the_tree_are_refused(path: list[int], count: int, sentence: str | None) -> None:
+    state, key = jnp.ones((1, 2, 4, 4)), jnp.ones((1, 5, 2, 4))
+    where = jnp.array([path], jnp.int32), jnp.array([count], jnp.int32)
+    commits: tuple[Callable, ...] = (
+        lambda: pallas_kernels.commit_states((state,), (key,), (key,), (key[..., 0],), *where, implementation="xla"),
+        lambda: pallas_kernels.commit_rows(
+            (), (), jnp.zeros((1, 5, 4), jnp.int32), (state,), (key,), jnp.array([0]), *where, implementation="xla"
+        ),
+    )
+    for commit_path in commits:
+        if sentence is None:
+            commit_path()
+        else:
+            with pytest.raises(ValueError, match=sentence):
+                commit_path()

@@ -49,7 +49,10 @@ CASES = {
     "nearly equal": Case(tree(64), {"cosine": 0.99}, tuple(BARS)),
     "chain": Case(chain(64), {"cosine": 0.99}, tuple(BARS)),
     "gates": Case(tree(64), {"extreme": True}, tuple(BARS)),
-    "two tiles": Case(tree(100, 31), {"cosine": 0.5, "extreme": True}),
+    "two tiles": Case(tree(100, 31), {"cosine": 0.5, "extreme": True}, tuple(BARS)),
+    "two whole tiles": Case(chain(128), {"cosine": 0.99, "ratio": 2, "value": 128}),
+    "three tiles": Case(tree(129, 40), {"batch": 2, "key": 64}),
+    "four tiles": Case(tree(256, 31), {"cosine": 0.99}),
 }
 ALL_CASES = [(name, precision) for name, case in CASES.items() for precision in case.precisions]
 
@@ -133,9 +136,10 @@ def test_results_agree_with_the_loop_in_float64(name: str, precision: Precision,
     check(precision, operands(len(case.parents), case.parents, **case.options), interpreted=interpreted)
 
 
+@pytest.mark.parametrize("nodes", [64, 128])
 @pytest.mark.parametrize("precision", BARS)
-def test_the_kernel_lowers_for_the_older_hopper_too(precision: Precision) -> None:
-    shapes = ((x.shape, str(x.dtype)) for x in operands(0, chain(64)))
+def test_the_kernel_lowers_for_the_older_hopper_too(precision: Precision, nodes: int) -> None:
+    shapes = ((x.shape, str(x.dtype)) for x in operands(0, chain(nodes)))
     lower(precision, *HOPPERS[1], *shapes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weavers import golden_group, jit_quickly, load_weaver, round_inputs, target_matrices
 
+from pallas_kernels.xla_growth import NewNodes
 from tfm_jax.errors import TfmError
-from tfm_jax.growth import NewNodes, best_first_tree, default_width
+from tfm_jax.growth import best_first_tree, default_width
+from tfm_jax.sampling import node_choices, walk
 from tfm_jax.tree import DraftTree, ancestor_mask, chain_tree, conv_taps, ddtree, top_candidates
+from tfm_jax.verifiers import accept
 from tfm_jax.weaver import residual
 
 WEAVER_TREES = {
@@ -328,6 +332,44 @@ def test_index_tables_equal_walking_up(parents: np.ndarray) -> None:
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slot", "parent"), [(0, 0), (2, 2), (1, 3), (3, -2)])
+def test_parents_that_are_no_earlier_slots_are_refused(slot: int, parent: int) -> None:
+    parents = jnp.array([[-1, 0, 1, 2], [-1, 0, 1, 2]], jnp.int32).at[1, slot].set(parent)
+    sentence = f"Slot {slot} of tree 1 has parent {parent}; use an earlier slot, or -1 for none."
+    for build in (lambda x: conv_taps(x, 4), lambda x: ancestor_mask(x, jnp.ones((2, 4), bool), 3)):
+        with pytest.raises(TfmError, match=sentence):
+            build(parents)
+        assert jax.jit(build)(parents).shape == (2, 4, 4)  # traced: not looked at
+
+
+def test_a_tree_below_the_depth_given_is_refused() -> None:
+    parents, valid = jnp.array([[-1, 0, 1, 2]], jnp.int32), jnp.ones((1, 4), bool)
+    with pytest.raises(TfmError, match="Slot 3 of tree 0 is at depth 3; use at most 2, the depth given"):
+        ancestor_mask(parents, valid, 2)
+    expected = np.tril(np.ones((4, 4), bool))
+    np.testing.assert_array_equal(ancestor_mask(parents, valid, 3)[0], expected)
+    expected[3, 0] = False  # where it is traced, the uppermost ancestor is missing
+    np.testing.assert_array_equal(jax.jit(ancestor_mask, static_argnums=2)(parents, valid, 2)[0], expected)
+    expected[3] = False
+    expected[3, 0] = False
+    np.testing.assert_array_equal(ancestor_mask(parents, valid.at[0, 3].set(False), 2)[0], expected)
+
+
+def test_choices_and_walks_below_the_depth_given_are_refused() -> None:
+    ids, log_probs = jnp.zeros((1, 3, 1), jnp.int32), jnp.zeros((1, 3, 1))
+    tree, one = chain_tree(jnp.array([5]), ids, log_probs, 3), jnp.ones((1,), jnp.int32)
+    logits, temperature = jnp.zeros((1, 4, 7)), jnp.ones((1,))
+    calls: tuple[Callable, ...] = (
+        lambda depth: walk(tree, jnp.zeros((1, 4), jnp.int32), max_depth=depth),
+        lambda depth: node_choices(logits, tree.depths, one, temperature, one, max_depth=depth, sample=True),
+        lambda depth: accept(tree, logits, one, temperature, one, verifier="traversal", max_depth=depth, sample=True),
+    )
+    for call in calls:
+        call(3)
+        with pytest.raises(TfmError, match="Slot 3 of tree 0 is at depth 3; use at most 2"):
+            call(2)
 
 
 @pytest.mark.parametrize("budget", [0, 256, -1])

@@ -100,9 +100,15 @@ class TargetConfig(_Dict):
         return self.family == "qwen3_5"
 
     @property
+    def conv_widths(self) -> tuple[int, int, int]:
+        """Channels of the short convolution, in order: all queries, all keys, all values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
     def conv_channels(self) -> int:
-        """Channels of the short convolution: all queries, all keys, all values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        """All of them."""
+        return sum(self.conv_widths)
 
 
 @dataclasses.dataclass(frozen=True)

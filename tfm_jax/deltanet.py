@@ -6,6 +6,7 @@ and returns a tape from which `tfm_jax.commit` advances the state along the acce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -76,7 +77,9 @@ class DeltaNet(nnx.Module):
         """Consecutive tokens, right-padded: rows that are not `valid` leave the state and the window untouched."""
         projected = self._project(x)
         history = jnp.concatenate([state.conv, projected.channels], axis=1)
-        query, key, value = self._heads(_causal_conv(history, self.conv.kernel[...], x.shape[1]))
+        mixed = _causal_conv(history, self.conv.kernel[...], x.shape[1])
+        keys, _, values = self.config.conv_widths
+        query, key, value = self._heads(jnp.split(mixed, [keys, mixed.shape[-1] - values], axis=-1))
         gates = projected.log_decay, projected.beta
         result = gdn_chunk(query, key, value, *gates, valid, state.recurrent, precision=_precision(x.dtype))
         count = jnp.sum(valid, axis=1)
@@ -92,7 +95,10 @@ class DeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "batch nodes hidden"], DeltaTape]:
         """All nodes of a tree, each seeing the committed state and its own ancestors; the state is only read."""
         projected = self._project(x)
-        query, key, value = self._heads(tree_conv(projected.channels, state.conv, self.conv.kernel[...], taps))
+        kernel = self.conv.kernel[...]
+        query, key, value = self._heads(
+            tree_conv(projected.channels, state.conv, kernel, taps, widths=self.config.conv_widths)
+        )
         gates = projected.log_decay, projected.beta
         result = gdn_tree_verify(query, key, value, *gates, ancestors, state.recurrent, precision=_precision(x.dtype))
         tape = DeltaTape(projected.channels, key, result.update, result.path_decay)
@@ -108,11 +114,10 @@ class DeltaNet(nnx.Module):
             nnx.sigmoid(b.astype(jnp.float32)),
         )
 
-    def _heads(self, channels: Float[Array, "batch tokens channels"]) -> list[Array]:
+    def _heads(self, channels: Sequence[Float[Array, "batch tokens _"]]) -> list[Array]:
         config = self.config
-        keys = config.key_heads * config.key_dim
-        query, key, value = jnp.split(channels, [keys, 2 * keys], axis=-1)
-        shape = channels.shape[:2]
+        query, key, value = channels
+        shape = query.shape[:2]
         return [
             query.reshape(*shape, config.key_heads, config.key_dim),
             key.reshape(*shape, config.key_heads, config.key_dim),

@@ -12,23 +12,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.weaver_tree import TreeGrowth
+from pallas_kernels import TreeGrowth
+from pallas_kernels.xla_growth import (
+    Growth,
+    NodeStep,
+    expand_nodes,
+    guess_children,
+    pick_rows,
+    start_growth,
+    take_best,
+    take_entries,
+)
 from tfm_jax.errors import TfmError
-from tfm_jax.tree import DraftTree, check_budget, finish_tree, pick_rows, take_best
+from tfm_jax.tree import DraftTree, check_budget, finish_tree
 
 MAX_WIDTH = 32
 FIRST_STEPS = 2  # that are made before it is known how many more are worth their time
-
-
-class NewNodes(NamedTuple):
-    """Consecutive slots that `best_first_tree` has just filled and wants expanded."""
-
-    first_slot: Int[Array, ""]  # 0 in the first call, for the root and whatever unused slots fill the width
-    tokens: Int[Array, "batch width"]
-    depths: Int[Array, "batch width"]  # clamped to the last candidate row; nodes at the depth limit get no children
-    ancestors: Bool[Array, "batch width nodes"]  # strict: a node is not its own ancestor; guesses: new nodes among them
 
 
 class Grown(NamedTuple):
@@ -39,7 +40,6 @@ class Grown(NamedTuple):
     waiting: Float[Array, "batch rows"]  # what the choice of steps was made from
 
 
-type NodeStep[Carry] = Callable[[Carry, NewNodes], tuple[Carry, Float[Array, "batch width pool"]]]
 type ChooseSteps = Callable[[Float[Array, "batch rows"]], Int[Array, ""]]
 
 
@@ -193,7 +193,7 @@ def _grow[Carry](
     carry: Carry,
     first: int | None,
     shape: _Shape,
-) -> tuple[tuple[_Growth, Carry], Callable[[int, tuple[_Growth, Carry]], _Growth]]:
+) -> tuple[tuple[Growth, Carry], Callable[[int, tuple[Growth, Carry]], Growth]]:
     """The growth after `first` steps, or all, and what takes it from there to more of them."""
     budget, width, expand, steps, spine, ahead = shape
     depth, pool = candidate_ids.shape[1:]
@@ -206,20 +206,20 @@ def _grow[Carry](
     seen = expanded_slots(budget, width, steps, ahead)
     rows = width * (1 + ahead)
 
-    def grow(group: Int[Array, ""], state: tuple[_Growth, Carry], chains: int = width) -> tuple[_Growth, Carry]:
+    def grow(group: Int[Array, ""], state: tuple[Growth, Carry], chains: int = width) -> tuple[Growth, Carry]:
         growth, carry = state
         slot = _first_slot(group, width, ahead)
-        growth, carry = _expand(growth, carry, slot, rows, candidate_ids, step, seen, chains=chains)
+        growth, carry = expand_nodes(growth, carry, slot, rows, candidate_ids, step, seen, chains=chains)
         following = _first_slot(group + 1, width, ahead)
-        growth = _take(growth, following, width, spine=spine)
+        growth = take_entries(growth, following, width, spine=spine)
         for level in range(1, 1 + ahead):
-            growth = _guess(growth, following + level * width, width, candidate_ids)
+            growth = guess_children(growth, following + level * width, width, candidate_ids)
         return growth, carry
 
-    growth, made = _start(root, expanded_slots(budget, width, groups + 1, ahead), expand), 0
+    growth, made = start_growth(root, expanded_slots(budget, width, groups + 1, ahead), expand), 0
     if ahead:
         for slot in range(1, rows):
-            growth = _guess(growth, jnp.int32(slot), 1, candidate_ids)
+            growth = guess_children(growth, jnp.int32(slot), 1, candidate_ids)
         growth, carry = grow(jnp.int32(0), (growth, carry), chains=1)
         made = 1
     first = groups if first is None else first
@@ -237,7 +237,7 @@ def _first_slot(group: Int[Array, ""], width: int, ahead: int) -> Int[Array, ""]
 
 
 def _waiting(
-    growth: _Growth, first: Int[Array, ""], width: int, depth: int, levels: list[Float[Array, "batch depth"]]
+    growth: Growth, first: Int[Array, ""], width: int, depth: int, levels: list[Float[Array, "batch depth"]]
 ) -> Float[Array, "batch rows"]:
     """Scores of the nodes from slot `first` on, which were taken last, and of levels of guesses behind them."""
 
@@ -295,7 +295,7 @@ def grown_tree(growth: TreeGrowth, *, budget: int, max_depth: int, pruned: bool)
     missing = len(slots) - len(growth.frontier_scores)
     ancestors = (growth.lineage[..., None] == slots).any(axis=1) & (growth.scores > -jnp.inf)[:, None]
     frontier = jnp.pad(growth.frontier_scores, ((0, missing), (0, 0)), constant_values=-jnp.inf)
-    rows = _Growth(
+    rows = Growth(
         tokens=growth.tokens,
         parents=growth.parents,
         depths=growth.depths,
@@ -324,87 +324,7 @@ def expanded_slots(budget: int, width: int, steps: int | None, ahead: int = 0) -
     return budget + 1 if steps is None else 1 + max(steps - 1, 1) * width
 
 
-class _Growth(NamedTuple):
-    """A growing tree; `tip` is the deepest slot of the chain of best children.
-
-    Frontier entries slot · expand … + expand − 1 are the children of `slot`, best first; −inf means taken.
-    """
-
-    tokens: Int[Array, "batch nodes"]
-    parents: Int[Array, "batch nodes"]
-    depths: Int[Array, "batch nodes"]
-    scores: Float[Array, "batch nodes"]
-    ancestors: Bool[Array, "batch nodes nodes"]
-    frontier_tokens: Int[Array, "batch entries"]
-    frontier_scores: Float[Array, "batch entries"]
-    tip: Int[Array, " batch"]
-
-
-def _start(root: Int[Array, " batch"], nodes: int, expand: int) -> _Growth:
-    batch = root.shape[0]
-    return _Growth(
-        tokens=jnp.zeros((batch, nodes), jnp.int32).at[:, 0].set(root),
-        parents=jnp.full((batch, nodes), -1, jnp.int32),
-        depths=jnp.zeros((batch, nodes), jnp.int32),
-        scores=jnp.full((batch, nodes), -jnp.inf, jnp.float32).at[:, 0].set(0.0),
-        ancestors=jnp.zeros((batch, nodes, nodes), bool).at[:, 0, 0].set(True),
-        frontier_tokens=jnp.zeros((batch, nodes * expand), jnp.int32),
-        frontier_scores=jnp.full((batch, nodes * expand), -jnp.inf, jnp.float32),
-        tip=jnp.zeros((batch,), jnp.int32),
-    )
-
-
-def _take(growth: _Growth, first: Int[Array, ""], width: int, *, spine: bool) -> _Growth:
-    """Moves the `width` best frontier entries, best first but after the spine's, into the slots from `first` on."""
-    batch, nodes = growth.tokens.shape
-    expand = growth.frontier_scores.shape[1] // nodes
-    on_spine = jnp.arange(nodes * expand) == growth.tip[:, None] * expand if spine else None
-    scores, entries = take_best(growth.frontier_scores, on_spine, width)
-    valid = scores > -jnp.inf
-    parents = jnp.where(valid, entries // expand, 0)
-    lineage = pick_rows(growth.ancestors, parents)
-    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
-
-    def write(rows: Array, new: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(rows, new, first, axis=1)
-
-    return _Growth(
-        tokens=write(growth.tokens, jnp.where(valid, pick_rows(growth.frontier_tokens, entries), 0)),
-        parents=write(growth.parents, jnp.where(valid, parents, -1)),
-        depths=write(growth.depths, jnp.where(valid, pick_rows(growth.depths, parents) + 1, 0)),
-        scores=write(growth.scores, scores),
-        ancestors=write(growth.ancestors, (lineage | own) & valid[..., None]),
-        frontier_tokens=growth.frontier_tokens,
-        frontier_scores=growth.frontier_scores.at[jnp.arange(batch)[:, None], entries].set(-jnp.inf),
-        tip=jnp.where(valid[:, 0] & (entries[:, 0] == growth.tip * expand), first, growth.tip),
-    )
-
-
-def _guess(
-    growth: _Growth, first: Int[Array, ""], width: int, candidate_ids: Int[Array, "batch depth pool"]
-) -> _Growth:
-    """Writes a child of each of the `width` slots before `first` from there on; scores follow in `_expand`."""
-    batch, nodes = growth.tokens.shape
-    depth = candidate_ids.shape[1]
-    parents = jnp.broadcast_to(first - width + jnp.arange(width, dtype=jnp.int32), (batch, width))
-    depths = pick_rows(growth.depths, parents)
-    tokens = pick_rows(candidate_ids[..., 0], jnp.minimum(depths, depth - 1))
-    lineage = pick_rows(growth.ancestors, parents)
-    used = (lineage & (jnp.arange(nodes) == parents[..., None])).any(axis=-1) & (depths < depth) & (tokens >= 0)
-    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
-
-    def write(rows: Array, new: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(rows, new, first, axis=1)
-
-    return growth._replace(
-        tokens=write(growth.tokens, jnp.where(used, tokens, 0)),
-        parents=write(growth.parents, jnp.where(used, parents, -1)),
-        depths=write(growth.depths, jnp.where(used, depths + 1, 0)),
-        ancestors=write(growth.ancestors, (lineage | own) & used[..., None]),
-    )
-
-
-def _prune(growth: _Growth, budget: int, max_depth: int, *, spine: bool) -> DraftTree:
+def _prune(growth: Growth, budget: int, max_depth: int, *, spine: bool) -> DraftTree:
     """The `budget` best of nodes and frontier, best first.
 
     A child's score is never above its parent's and nodes come before the frontier, parents before children: the stable
@@ -435,59 +355,3 @@ def _prune(growth: _Growth, budget: int, max_depth: int, *, spine: bool) -> Draf
         scores=best,
         max_depth=max_depth,
     )
-
-
-def _expand[Carry](
-    growth: _Growth,
-    carry: Carry,
-    first: Int[Array, ""],
-    width: int,
-    candidate_ids: Int[Array, "batch depth pool"],
-    step: NodeStep[Carry],
-    nodes: int,
-    *,
-    chains: int,
-) -> tuple[_Growth, Carry]:
-    """Adds the best children of `width` slots to the frontier; `step` sees only the first `nodes` slots.
-
-    The first `chains` slots are followed by a guessed child of each, and so on; their scores are set here.
-    """
-    batch, slots = growth.tokens.shape
-    depth = candidate_ids.shape[1]
-    expand = growth.frontier_scores.shape[1] // slots
-
-    def new(rows: Array) -> Array:
-        return lax.dynamic_slice_in_dim(rows, first, width, axis=1)
-
-    own = jnp.arange(nodes) == first + jnp.arange(width)[:, None]
-    row = jnp.minimum(new(growth.depths), depth - 1)
-    carry, logits = step(carry, NewNodes(first, new(growth.tokens), row, new(growth.ancestors)[..., :nodes] & ~own))
-    ids = pick_rows(candidate_ids, row)
-    logits = jnp.where(ids >= 0, logits, -jnp.inf)
-    best, index = lax.top_k(logits, expand)
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    edges = jnp.minimum(best - total, 0.0)  # rounding could lift it above 0
-    if chains < width:
-        guessed = jnp.minimum(logits[..., 0] - total[..., 0], 0.0)
-        used = new(growth.parents) >= 0
-        levels = [new(growth.scores)[:, :chains]]
-        for level in range(chains, width, chains):
-            above = levels[-1] + guessed[:, level - chains : level]
-            levels.append(jnp.where(used[:, level : level + chains], above, -jnp.inf))
-        scores = lax.dynamic_update_slice_in_dim(growth.scores, jnp.concatenate(levels, axis=1), first, axis=1)
-        growth = growth._replace(scores=scores)
-        has_guess = jnp.pad(used[:, chains:], ((0, 0), (0, chains)))
-        best = jnp.where(has_guess[..., None] & (index == 0), -jnp.inf, best)  # it is a node already
-    parent_scores = new(growth.scores)[..., None]
-    # The depth limit, unused parents and missing candidates all give −inf; `where` also hides −inf − (−inf).
-    open_edge = (best > -jnp.inf) & (parent_scores > -jnp.inf) & (new(growth.depths) < depth)[..., None]
-    scores = jnp.where(open_edge, parent_scores + edges, -jnp.inf)
-
-    def publish(frontier: Array, children: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(frontier, children.reshape(batch, -1), first * expand, axis=1)
-
-    tokens = jnp.take_along_axis(ids, index, axis=-1, mode="promise_in_bounds")
-    growth = growth._replace(
-        frontier_tokens=publish(growth.frontier_tokens, tokens), frontier_scores=publish(growth.frontier_scores, scores)
-    )
-    return growth, carry

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tfm_jax.tree import DraftTree
+from tfm_jax.tree import DraftTree, check_depths
 
 
 class AcceptedPath(NamedTuple):
@@ -105,7 +105,11 @@ def node_choices(
         seed: seed of the row's noise.
         max_depth: depth of the tree, static; noise is drawn once per depth.
         sample: static; False promises that every temperature is 0 and draws no noise.
+
+    Raises:
+        TfmError: depths exceed `max_depth`; traced ones are not looked at and must not.
     """
+    check_depths(depths, max_depth)
     logits = logits.astype(jnp.float32)
     if sample:
         noise = scaled_noise(seed, lengths, temperature, max_depth=max_depth, vocab=logits.shape[-1])
@@ -141,7 +145,11 @@ def walk(tree: DraftTree, choices: Int[Array, "batch nodes"], *, max_depth: int)
         tree: the verified tree.
         choices: the target's token after each node.
         max_depth: depth of the tree, static.
+
+    Raises:
+        TfmError: depths exceed `max_depth`; traced ones are not looked at and must not.
     """
+    check_depths(tree.depths, max_depth)
     parents_choice = jnp.take_along_axis(choices, jnp.maximum(tree.parents, 0), axis=1)
     missed = (tree.parents >= 0) & (tree.tokens != parents_choice)
     reached = tree.valid & ~jnp.any(tree.ancestors & missed[:, None, :], axis=-1)

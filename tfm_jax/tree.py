@@ -5,6 +5,9 @@ smaller slots than their children. Row d of the candidates holds the possible ch
 for every node of that depth. A score is the sum of a node's edge log-probabilities from the root, in float32. Slots for
 which no candidate was left stay unused, anywhere in the array: token 0, parent −1, depth 0, valid false, score −inf.
 
+Parents and depths that a caller made are checked where their numbers are at hand, outside of `jax.jit`. Where they are
+traced nothing is looked at, and a parent that is no earlier slot gives rows that mean nothing.
+
 A builder is a deterministic function of its inputs, also when the target samples: nothing is drawn while drafting, so
 accepting the target's own token at every node keeps the target's law (see `tfm_jax.sampling`).
 """
@@ -16,10 +19,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import top_k
+from pallas_kernels.checks import concrete
+from pallas_kernels.xla_growth import padded_top_k, pick_rows, take_best
 from tfm_jax.errors import TfmError
 from tfm_jax.state import pytree_dataclass
 
@@ -128,7 +133,7 @@ def ddtree(
     prefix_scores = jnp.zeros((batch, 1), jnp.float32)
     for level in range(depth):
         extended = prefix_scores[:, :, None] + log_probs[:, level, None, :]
-        prefix_scores, index = _padded_top_k(extended.reshape(batch, -1), budget)
+        prefix_scores, index = padded_top_k(extended.reshape(batch, -1), budget)
         scores.append(prefix_scores)
         tokens.append(pick_rows(ids[:, level], index % pool))
         parents.append(index // pool)
@@ -176,7 +181,11 @@ def conv_taps(parents: Int[Array, "batch nodes"], width: int) -> Int[Array, "bat
 
     Entry j is the slot of the node's j-th ancestor, 0 being the node itself. Past the root it goes on in the committed
     inputs: −1 is the newest of them, −2 the one before. Unused slots hang below the root.
+
+    Raises:
+        TfmError: a parent that is not traced is no earlier slot and not −1.
     """
+    _check_parents(parents)
     nodes = parents.shape[1]
     slots = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), parents.shape)
     taps = [slots]
@@ -190,7 +199,14 @@ def conv_taps(parents: Int[Array, "batch nodes"], width: int) -> Int[Array, "bat
 def ancestor_mask(
     parents: Int[Array, "batch nodes"], valid: Bool[Array, "batch nodes"], max_depth: int
 ) -> Bool[Array, "batch nodes nodes"]:
-    """Row i is true at node i and its ancestors, none below `max_depth`; rows of unused slots are all false."""
+    """Row i is true at node i and its ancestors, none below `max_depth`; rows of unused slots are all false.
+
+    A traced node that is deeper misses the uppermost of its ancestors.
+
+    Raises:
+        TfmError: parents that are not traced are no earlier slots, or put a node below `max_depth`.
+    """
+    check_depths(_depths(parents, valid), max_depth)
     path = conv_taps(parents, max_depth + 1)
     return (path[..., None] == jnp.arange(parents.shape[1])).any(axis=2) & valid[..., None]
 
@@ -218,30 +234,40 @@ def finish_tree(
     )
 
 
-def pick_rows(
-    rows: Shaped[Array, "batch slots *rest"], index: Int[Array, "batch picks"]
-) -> Shaped[Array, "batch picks *rest"]:
-    """Rows at valid indices, batch by batch."""
-    index = index.reshape(*index.shape, *(1,) * (rows.ndim - 2))
-    return jnp.take_along_axis(rows, index, axis=1, mode="promise_in_bounds")
+def check_depths(depths: Int[Array | np.ndarray, "batch nodes"] | None, max_depth: int) -> None:
+    """Refuses a tree that is deeper than what is computed of it; traced depths pass, and None.
+
+    Raises:
+        TfmError: a node is below `max_depth`.
+    """
+    rows = None if depths is None else concrete(depths)
+    if rows is not None and (rows > max_depth).any():
+        row, slot = np.argwhere(rows > max_depth)[0]
+        message = f"Slot {slot} of tree {row} is at depth {rows[row, slot]}; use at most {max_depth}, the depth given."
+        raise TfmError(message)
 
 
-def take_best(
-    scores: Float[Array, "batch entries"], on_spine: Bool[Array, "... entries"] | None, count: int
-) -> tuple[Array, Array]:
-    """Scores and indices of the `count` best entries, best first; open ones on the spine before all others."""
-    order = scores if on_spine is None else jnp.where(on_spine & (scores > -jnp.inf), jnp.inf, scores)
-    best, index = _padded_top_k(order, count)
-    if on_spine is None:
-        return best, index
-    return jnp.where(best > -jnp.inf, pick_rows(scores, jnp.minimum(index, scores.shape[1] - 1)), best), index
+def _check_parents(parents: Int[Array, "batch nodes"]) -> np.ndarray | None:
+    """The parents unless they are traced."""
+    rows = concrete(parents)
+    if rows is not None:
+        wrong = (rows < -1) | (rows >= np.arange(rows.shape[1]))
+        if wrong.any():
+            row, slot = np.argwhere(wrong)[0]
+            message = f"Slot {slot} of tree {row} has parent {rows[row, slot]}; use an earlier slot, or -1 for none."
+            raise TfmError(message)
+    return rows
 
 
-def _padded_top_k(scores: Float[Array, "batch entries"], count: int) -> tuple[Array, Array]:
-    """`lax.top_k` that also works with fewer than `count` entries: the missing ones score −inf."""
-    missing = max(count - scores.shape[1], 0)
-    best, index = lax.top_k(jnp.pad(scores, ((0, 0), (0, missing)), constant_values=-jnp.inf), count)
-    return best, index.astype(jnp.int32)
+def _depths(parents: Int[Array, "batch nodes"], valid: Bool[Array, "batch nodes"]) -> np.ndarray | None:
+    """Depths by walking down, 0 at unused slots; None if anything is traced."""
+    above, used = _check_parents(parents), concrete(valid)
+    if above is None or used is None:
+        return None
+    depths = np.zeros(above.shape, np.int32)
+    for slot in range(1, above.shape[1]):
+        depths[:, slot] = np.where(used[:, slot], depths[np.arange(len(depths)), above[:, slot]] + 1, 0)
+    return depths
 
 
 def check_budget(budget: int) -> None:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from tfm_jax.config import Verifier
 from tfm_jax.filters import node_laws
 from tfm_jax.sampling import AcceptedPath, gumbel_noise, node_choices, walk, words_to_gumbel
-from tfm_jax.tree import DraftTree
+from tfm_jax.tree import DraftTree, check_depths
 
 _DRAFT, _VERIFY = 1, 2  # streams of a round, apart from the noise field
 
@@ -77,7 +77,11 @@ def accept(
         max_depth: depth of the tree, static.
         sample: static; False promises that every temperature is 0 and draws no noise.
         drafted: for `rejection`, see `chain_rejection`.
+
+    Raises:
+        TfmError: depths exceed `max_depth`; traced ones are not looked at and must not.
     """
+    check_depths(tree.depths, max_depth)
     if verifier == "target_only" or not sample:
         choices = node_choices(logits, tree.depths, lengths, temperature, seed, max_depth=max_depth, sample=sample)
         return walk(tree, choices, max_depth=max_depth)

@@ -15,6 +15,7 @@ Arithmetic follows `tfm_jax.layers`; attention weights, logits and norms are flo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,14 +24,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import weaver_tree
+from pallas_kernels import WeaverWeights, runs_here, weaver_tree
+from pallas_kernels.xla_growth import NewNodes, NodeStep
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
 from tfm_jax.growth import (
     ChooseSteps,
     Grown,
-    NewNodes,
-    NodeStep,
     best_first_tree,
     check_growth,
     default_width,
@@ -72,7 +72,7 @@ class WeaverTables(NamedTuple):
 
     inputs: Float[Array, "vocab rank"]  # token_in(embed_norm(embedding))
     heads: Float[Array, "vocab rank"]  # lm_head · query_out
-    weights: weaver_tree.WeaverWeights | None = None  # for the kernel that grows a tree, where there is one
+    weights: WeaverWeights | None = None  # for the kernel that grows a tree, where there is one
 
 
 class _KeyValue(NamedTuple):
@@ -247,7 +247,7 @@ class Weaver(nnx.Module):
         self, embedding: Float[Array, "vocab embed"], lm_head_rows: Float[Array, "vocab hidden"]
     ) -> WeaverTables:
         """Both serving tables; cast the target's weights to the Weaver's dtype first."""
-        weights = self.kernel_weights() if weaver_tree.available() else None
+        weights = self.kernel_weights() if runs_here("weaver_tree", "triton") else None
         return WeaverTables(self.token_table(embedding), self.head_table(lm_head_rows), weights)
 
     def build_tree(
@@ -293,9 +293,9 @@ class Weaver(nnx.Module):
         )
         prompt = self.prompt(feature, draft_hidden)
         groups = -(-budget // width) if steps is None else steps
-        sizes = {"width": width, "groups": groups, "expand": expand, "ahead": ahead}
-        growth = None if spine else self._grow(root, prompt, candidate_ids, candidate_scores, tables, **sizes)
-        if growth is not None:
+        if tables.weights is not None and len(root) == 1 and not spine:
+            sizes = {"width": width, "groups": groups, "expand": expand, "ahead": ahead}
+            growth = weaver_tree(*self._operands(root, prompt, candidate_ids, candidate_scores, tables), **sizes)
             return grown_tree(growth, budget=budget, max_depth=depth, pruned=steps is not None)
         slots = expanded_slots(budget, width, steps, ahead)
         step, cache = self._expansion(prompt, candidate_ids, candidate_scores, tables, slots, guesses=ahead > 0)
@@ -328,17 +328,30 @@ class Weaver(nnx.Module):
         """
         depth, pool = candidate_ids.shape[1:]
         prompt = self.prompt(feature, draft_hidden)
-        sizes = {"width": width, "groups": steps, "expand": min(8, pool), "ahead": ahead}
-        growth = self._grow(root, prompt, candidate_ids, candidate_scores, tables, **sizes)
-        if growth is not None:
-            tree = grown_tree(growth, budget=budget, max_depth=depth, pruned=True)
-            return Grown(tree, jnp.int32(steps), jnp.full((1, width), -jnp.inf))
+        if tables.weights is not None and len(root) == 1:
+            sizes = {"width": width, "groups": steps, "expand": min(8, pool), "ahead": ahead}
+            operands = self._operands(root, prompt, candidate_ids, candidate_scores, tables)
+            growth = None
+            with contextlib.suppress(ValueError):  # the kernel cannot take these sizes, or not on this device
+                growth = weaver_tree(*operands, **sizes, implementation="triton")
+            if growth is not None:
+                tree = grown_tree(growth, budget=budget, max_depth=depth, pruned=True)
+                return Grown(tree, jnp.int32(steps), jnp.full((1, width), -jnp.inf))
         slots = expanded_slots(budget, width, steps, ahead)
         step, cache = self._expansion(prompt, candidate_ids, candidate_scores, tables, slots, guesses=ahead > 0)
         marginals = jnp.where(candidate_ids >= 0, candidate_scores.astype(jnp.float32), -jnp.inf)
         return grow_as_worth(
             root, candidate_ids, step, cache, choose, budget=budget, width=width, steps=steps, ahead=ahead,
             guess_scores=jax.nn.log_softmax(marginals)[..., 0],
+        )  # fmt: skip
+
+    def _operands(
+        self, root: Array, prompt: WeaverPrompt, candidate_ids: Array, candidate_scores: Array, tables: WeaverTables
+    ) -> tuple:
+        """What the operation that grows the tree of one row takes."""
+        return (
+            root, candidate_ids[0], candidate_scores[0], tables.inputs, tables.heads, self.pos_emb[...],
+            prompt.keys[0, 0], prompt.values[0, 0], tables.weights,
         )  # fmt: skip
 
     def _expansion(
@@ -375,36 +388,17 @@ class Weaver(nnx.Module):
         empty = jnp.zeros((batch, slots, config.layers, config.heads, config.head_dim), prompt.keys.dtype)
         return step, NodeCache(empty, empty)
 
-    def kernel_weights(self) -> weaver_tree.WeaverWeights | None:
+    def kernel_weights(self) -> WeaverWeights | None:
         """Parameters as the kernel that grows a tree takes them, or None if it cannot run this Weaver."""
         if self.config.generation != "w1" or self.config.layers != 1:
             return None
         block = self.blocks[0]
-        norms = (block.norm_attn, block.norm_mlp, self.out_norm)
-        attn, mlp, last = ((norm.scale[...], norm.bias[...]) for norm in norms)
-        matrices = (block.qkv.kernel, block.out.kernel, block.fc1.kernel, block.fc2.kernel)
-        qkv, out, fc1, fc2 = (matrix[...].T for matrix in matrices)
-        biases = [layer.bias[...] for layer in (block.fc1, block.fc2) if layer.bias is not None]
-        return weaver_tree.WeaverWeights(*attn, qkv, out, *mlp, fc1, biases[0], fc2, biases[1], *last)
-
-    def _grow(
-        self,
-        root: Array,
-        prompt: WeaverPrompt,
-        candidate_ids: Array,
-        candidate_scores: Array,
-        tables: WeaverTables,
-        **sizes: int,
-    ) -> weaver_tree.TreeGrowth | None:
-        """The tree grown in one kernel, where there is one for these sizes on this machine."""
-        batch, depth, pool = candidate_ids.shape
-        inputs, heads, weights = tables
-        if batch != 1 or weights is None or not weaver_tree.supports(weights, depth=depth, pool=pool, **sizes):
-            return None
-        return weaver_tree.grow(
-            root, candidate_ids[0], candidate_scores[0], inputs, heads, self.pos_emb[...],
-            prompt.keys[0, 0], prompt.values[0, 0], weights, **sizes,
-        )  # fmt: skip
+        qkv, out, fc1, fc2 = (layer.kernel[...].T for layer in (block.qkv, block.out, block.fc1, block.fc2))
+        fc1_bias, fc2_bias = (layer.bias[...] for layer in (block.fc1, block.fc2) if layer.bias is not None)
+        qkv, qkv_bias = _fold(block.norm_attn, qkv)
+        fc1, more = _fold(block.norm_mlp, fc1)
+        last = self.out_norm.scale[...], self.out_norm.bias[...]
+        return WeaverWeights(qkv, qkv_bias, out, fc1, fc1_bias + more, fc2, fc2_bias, *last)
 
     def _nodes(
         self, inputs: Array, depths: Array, context: Callable[[int], _KeyValue], mask: Array
@@ -415,6 +409,13 @@ class Weaver(nnx.Module):
             x, row = block(x, depths + 1, context(layer), mask)
             rows.append(row)
         return self.out_norm(x), rows
+
+
+def _fold(norm: BiasedRMSNorm, matrix: Float[Array, "out rank"]) -> tuple[Array, Array]:
+    """The matrix behind a norm with its scale in it, and the norm's bias seen through it, in float32."""
+    wide = matrix.astype(jnp.float32)
+    scale, bias = norm.scale[...].astype(jnp.float32), norm.bias[...].astype(jnp.float32)
+    return (wide * scale).astype(matrix.dtype), jnp.matmul(wide, bias, precision=jax.lax.Precision.HIGHEST)
 
 
 def residual(
