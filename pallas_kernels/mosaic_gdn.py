@@ -64,7 +64,7 @@ def unsupported(
     ancestors: Array,
     state: Array,
     *,
-    precision: Precision = "default",
+    precision: Precision = "default",  # noqa: ARG001 - either fits
 ) -> str | None:
     """Which argument this kernel cannot take and why, None if it can take all; shapes must fit each other already."""
     for name, x, dtype in (
@@ -87,9 +87,6 @@ def unsupported(
     for name, size in (("key", key_dim), ("value", value_dim)):
         if size not in HEAD_DIMS:
             return f"{name} has head dimension {size}, the Mosaic kernel takes {HEAD_DIMS}"
-    padded = round_up(nodes, TILE_ROWS if nodes > TILE_ROWS else NODE_MULTIPLE)
-    if _find_plan(nodes, padded, heads // key_heads, key_dim, num_parts(precision), interpret=False) is None:
-        return f"ancestors has {nodes} nodes, whose buffers do not fit into shared memory with precision {precision!r}"
     return None
 
 
@@ -164,9 +161,6 @@ def _verify(
     batch, _, heads, value_dim = value.shape
     group, parts = heads // key.shape[2], num_parts(precision)
     plan = _find_plan(nodes, key.shape[1], group, key.shape[3], parts, interpret=interpret is not None)
-    if plan is None:
-        message = f"the buffers of {nodes} nodes do not fit into shared memory with precision {precision!r}"
-        raise ValueError(message)
     wide = jax.ShapeDtypeStruct(value.shape, F32)
     call = plgpu.kernel(
         functools.partial(kernel, plan=plan),
@@ -189,11 +183,11 @@ def _verify(
 _verify_jitted = jax.jit(_verify, static_argnames="precision")
 
 
-def _find_plan(given: int, nodes: int, group: int, key_dim: int, parts: int, *, interpret: bool) -> Plan | None:
-    """The widest slice of the value dimension, then the longest ring, whose buffers fit, if any do."""
+def _find_plan(given: int, nodes: int, group: int, key_dim: int, parts: int, *, interpret: bool) -> Plan:
+    """The widest slice of the value dimension, then the longest rings, whose buffers fit; the smallest always do."""
     sizes = itertools.product(VALUE_BLOCKS, RING_SLOTS)
     plans = (Plan(given, nodes, group, key_dim, *size, parts, interpret) for size in sizes)
-    return next((plan for plan in plans if plan.bytes() <= SMEM_BYTES), None)
+    return next(plan for plan in plans if plan.bytes() <= SMEM_BYTES)
 
 
 def _pad_nodes(x: Array, multiple: int) -> Array:
