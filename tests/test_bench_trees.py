@@ -74,7 +74,7 @@ def test_fixed_and_chosen_budgets_on_rounds_counted_by_hand() -> None:
     """A text of 4 tokens after the first."""
     shape = (1, 5, 2)
     waiting = np.zeros(shape[:2], np.float32)
-    waiting[0, :3] = [3.3, 0, 1.1]  # of the first round at place 0, and of the second at place 2
+    waiting[0, :3] = [4.6, 0, 1.1]  # of the first round at place 0, and of the second at place 2
     promised = np.zeros((*shape, 2), np.float32)
     promised[0, :3] = [[[0.1, 0.1], [0.1, 1.7]], [[0, 0], [0, 0]], [[0.1, 1.2], [0.1, 1.2]]]
     emitted = np.ones((*shape, 2), np.uint8)
@@ -84,8 +84,8 @@ def test_fixed_and_chosen_budgets_on_rounds_counted_by_hand() -> None:
     fixed[0, ::2, 1] = 2
     chart = Chart(np.array([5]), np.array([1, 2]), waiting, promised, emitted, fixed)
     outcome = judge(chart, Costs((1, 3), (1.0, 1.5), 0.25, (0.5, 0.75), "tfm", "cpu", "float32", 8))
-    # Round 1, rate 3 / 1: a step more (0.7 x 3.3 > 3 x 0.75), then 3 nodes (1.7 - 4.5 > 0.1 - 3): 2 tokens in 1.5 s.
-    # Round 2, rate 5 / 2.5, trust 11 / 11.7: no step more (0.7 x 0.94 x 1.1 < 2 x 0.75), 3 nodes (1.13 - 3 > 0.09 - 2).
+    # Round 1, rate 3 / 1: a step more (0.5 x 4.6 > 3 x 0.75), then 3 nodes (1.7 - 4.5 > 0.1 - 3): 2 tokens in 1.5 s.
+    # Round 2, rate 5 / 2.5, trust 11 / 11.7: no step more (0.5 x 0.94 x 1.1 < 2 x 0.75), 3 nodes (1.13 - 3 > 0.09 - 2).
     np.testing.assert_allclose(outcome.tokens, [[4, 4, 4]])
     np.testing.assert_allclose(outcome.seconds, [[4 * 0.5, 2 * 0.75, 2.75]])
 

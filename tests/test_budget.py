@@ -97,14 +97,14 @@ def test_first_round_takes_three_tokens_from_the_cheapest_round_as_the_price() -
 def test_steps_are_made_while_their_promise_is_worth_their_time() -> None:
     """20 tokens in 4 s, 0.06 s a step, 0.02 s a node: a step, with the two nodes that follow, must bring half a token.
 
-    Of 0.7 h tokens the next step brings all, the one after it 0.65, those after that 0.65² and so on; half of that
+    Of 0.5 h tokens the next step brings all, the one after it 0.65, those after that 0.65² and so on; half of that
     where half of what was promised came.
     """
     past = Ledger(jnp.array([1.0, 2.0]), *map(jnp.float32, (0.06, 0.02, 3.0, 20.0, 20.0)))
     doubtful = past._replace(accepted=jnp.float32(5))  # of 20 promised: (5 + 10) / (20 + 10) of a promise counts
     tokens, stops = jnp.array([9, 7]), (2, 3, 5)  # 16 so far, and 2 more a row for the round that the prompts were
-    first = 0.5 / 0.7  # hits at which the third step is worth its time
-    later = 1.0 / (0.7 * (0.65 + 0.65**2))  # at which the next two are as well
+    first = 0.5 / 0.5  # hits at which the third step is worth its time
+    later = 1.0 / (0.5 * (0.65 + 0.65**2))  # at which the next two are as well
     for ledger, scale in ((past, 1), (doubtful, 2)):
         hits = [first * scale - 0.01, first * scale + 0.01, later * scale - 0.01, later * scale + 0.01]
         assert [int(choose_steps(jnp.float32(h), stops, tokens, ledger)) for h in hits] == [0, 1, 1, 2]
@@ -112,10 +112,10 @@ def test_steps_are_made_while_their_promise_is_worth_their_time() -> None:
 
 
 def test_budgets_that_are_hardly_faster_are_no_choices() -> None:
-    """From the largest down: 31 takes 1.02 times less than 63, 15 less than 31; 7 saves another hundredth only."""
-    costs = Costs((7, 15, 31, 63), (0.95, 0.96, 0.985, 1.01), 0.01, (1.0,) * 4, "tfm", "cpu", "float32", 8)
-    assert (costs.choices, costs.choice_seconds) == ((15, 31, 63), (0.96, 0.985, 1.01))
-    level = dataclasses.replace(costs, seconds=(1.0, 1.01, 1.0, 1.01))
+    """From the largest down: 63 takes 1.052 times as long as 31, that 1.055 times as long as 15, that 1.01 times 7."""
+    costs = Costs((7, 15, 31, 63), (0.90, 0.91, 0.96, 1.01), 0.01, (1.0,) * 4, "tfm", "cpu", "float32", 8)
+    assert (costs.choices, costs.choice_seconds) == ((15, 31, 63), (0.91, 0.96, 1.01))
+    level = dataclasses.replace(costs, seconds=(1.0, 1.01, 0.98, 1.01))
     assert (level.choices, level.choice_seconds) == ((63,), (1.01,))
 
 
