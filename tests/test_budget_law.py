@@ -46,7 +46,7 @@ def random_case(seed: int) -> tuple[Case, int, int]:
     ids = np.argsort(rng.random((DEPTH, VOCAB)))[:, :5].astype(np.int32)
     table = rng.standard_normal((DEPTH, VOCAB, 5)).astype(np.float32) * 2
     costs = np.cumsum(rng.uniform(0.05, 0.6, len(BUDGETS))) + 1
-    past = (*rng.uniform(0, [0.5, 0.1]), *rng.uniform(5, 20, 3))
+    past = (*rng.uniform(0, [0.12, 0.1]), *rng.uniform(5, 20, 3))
     ledger = Ledger(*(jnp.asarray(value, jnp.float32) for value in (costs, *past)))
     tree, steps, choice = _grow(jnp.asarray(ids), jnp.asarray(table), ledger)
     tree = jax.tree.map(lambda rows: np.asarray(rows[0]), first_nodes(tree, BUDGETS[int(choice)]))
