@@ -24,6 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import WeaverWeights, runs_here, weaver_tree
+from pallas_kernels.constants import PATH
 from pallas_kernels.xla_growth import NewNodes, NodeStep
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
@@ -292,7 +293,7 @@ class Weaver(nnx.Module):
         )
         prompt = self.prompt(feature, draft_hidden)
         groups = -(-budget // width) if steps is None else steps
-        if tables.weights is not None and len(root) == 1 and not spine:
+        if tables.weights is not None and len(root) == 1 and not spine and depth < PATH:
             growth = weaver_tree(
                 root, candidate_ids[0], candidate_scores[0], tables.inputs, tables.heads, self.pos_emb[...],
                 prompt.keys[0, 0], prompt.values[0, 0], tables.weights,
