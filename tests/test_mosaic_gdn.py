@@ -54,7 +54,12 @@ CASES = {
     "three tiles": Case(tree(129, 40), {"batch": 2, "key": 64}),
     "four tiles": Case(tree(256, 31), {"cosine": 0.99}, tuple(BARS)),
 }
-ALL_CASES = [(name, precision) for name, case in CASES.items() for precision in case.precisions]
+LONG = (pytest.mark.slow, pytest.mark.exhaustive)  # minutes when interpreted; `-m gpu` runs them
+ALL_CASES = [
+    pytest.param(name, precision, marks=LONG if name == "four tiles" else ())
+    for name, case in CASES.items()
+    for precision in case.precisions
+]
 
 
 @pytest.fixture(params=[pytest.param(True, id="interpreted"), pytest.param(False, id="gpu", marks=pytest.mark.gpu)])
@@ -136,8 +141,7 @@ def test_results_agree_with_the_loop_in_float64(name: str, precision: Precision,
     check(precision, operands(len(case.parents), case.parents, **case.options), interpreted=interpreted)
 
 
-@pytest.mark.parametrize("nodes", [64, 128])
-@pytest.mark.parametrize("precision", BARS)
+@pytest.mark.parametrize(("precision", "nodes"), [("default", 128), ("highest", 64)])
 def test_the_kernel_lowers_for_the_older_hopper_too(precision: Precision, nodes: int) -> None:
     shapes = ((x.shape, str(x.dtype)) for x in operands(0, chain(nodes)))
     lower(precision, *HOPPERS[1], *shapes)

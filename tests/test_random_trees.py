@@ -161,6 +161,8 @@ def test_random_trees_through_xla() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_ten_thousand_trees_through_xla() -> None:
     assert sum(shape.trees for shape in SHAPES) * ROUNDS >= 10_000
     check((("xla", "highest"),), range(ROUNDS))

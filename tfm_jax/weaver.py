@@ -25,6 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import WeaverWeights, runs_here, weaver_tree
+from pallas_kernels.constants import PATH
 from pallas_kernels.xla_growth import NewNodes, NodeStep
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
@@ -293,7 +294,7 @@ class Weaver(nnx.Module):
         )
         prompt = self.prompt(feature, draft_hidden)
         groups = -(-budget // width) if steps is None else steps
-        if tables.weights is not None and len(root) == 1 and not spine:
+        if tables.weights is not None and len(root) == 1 and not spine and depth < PATH:
             sizes = {"width": width, "groups": groups, "expand": expand, "ahead": ahead}
             growth = weaver_tree(*self._operands(root, prompt, candidate_ids, candidate_scores, tables), **sizes)
             return grown_tree(growth, budget=budget, max_depth=depth, pruned=steps is not None)
