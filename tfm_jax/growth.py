@@ -171,7 +171,13 @@ def grow_as_worth[Carry](
     begun, grow_to = _grow(root, candidate_ids, step, carry, stops[0], shape)
     waiting = _waiting(begun[0], _first_slot(jnp.int32(stops[0]), width, ahead), width, depth, levels)
     index = choose(waiting)
-    growth = lax.switch(index, [functools.partial(grow_to, end) for end in stops], begun)
+    # A GPU waits for the host before every turn of a loop that it cannot count; a CPU takes seconds to compile a branch.
+    growth = lax.platform_dependent(
+        index,
+        begun,
+        cuda=lambda index, begun: lax.switch(index, [functools.partial(grow_to, end) for end in stops], begun),
+        default=lambda index, begun: grow_to(jnp.asarray(stops)[index], begun),
+    )
     return Grown(_prune(growth, budget, depth, spine=False), jnp.asarray(stops)[index], waiting)
 
 
@@ -193,7 +199,7 @@ def _grow[Carry](
     carry: Carry,
     first: int | None,
     shape: _Shape,
-) -> tuple[tuple[Growth, Carry], Callable[[int, tuple[Growth, Carry]], Growth]]:
+) -> tuple[tuple[Growth, Carry], Callable[[int | Array, tuple[Growth, Carry]], Growth]]:
     """The growth after `first` steps, or all, and what takes it from there to more of them."""
     budget, width, expand, steps, spine, ahead = shape
     depth, pool = candidate_ids.shape[1:]
