@@ -171,7 +171,7 @@ def grow_as_worth[Carry](
     begun, grow_to = _grow(root, candidate_ids, step, carry, stops[0], shape)
     waiting = _waiting(begun[0], _first_slot(jnp.int32(stops[0]), width, ahead), width, depth, levels)
     index = choose(waiting)
-    # A GPU waits for the host before every turn of a loop that it cannot count; a CPU takes seconds to compile a branch.
+    # A GPU waits for the host before each turn of a loop that it cannot count; a CPU compiles a branch for seconds.
     growth = lax.platform_dependent(
         index,
         begun,
