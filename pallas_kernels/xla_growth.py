@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 class NewNodes(NamedTuple):
-    """Consecutive slots that `best_first_tree` has just filled and wants expanded."""
+    """Consecutive slots that were just filled and are to be expanded."""
 
     first_slot: Int[Array, ""]  # 0 in the first call, for the root and whatever unused slots fill the width
     tokens: Int[Array, "batch width"]
@@ -106,6 +106,29 @@ def guess_children(
         depths=write(growth.depths, jnp.where(used, depths + 1, 0)),
         ancestors=write(growth.ancestors, (lineage | own) & used[..., None]),
     )
+
+
+def take_chains(
+    growth: Growth,
+    first: Int[Array, ""],
+    width: int,
+    candidate_ids: Int[Array, "batch depth pool"],
+    *,
+    ahead: int,
+    spine: bool,
+) -> Growth:
+    """`take_entries` with `ahead` guessed descendants behind each: all first guesses, then and so on."""
+    growth = take_entries(growth, first, width, spine=spine)
+    for level in range(1, 1 + ahead):
+        growth = guess_children(growth, first + level * width, width, candidate_ids)
+    return growth
+
+
+def guess_chain(growth: Growth, length: int, candidate_ids: Int[Array, "batch depth pool"]) -> Growth:
+    """Guesses behind the root until there is a chain of so many slots."""
+    for slot in range(1, length):
+        growth = guess_children(growth, jnp.int32(slot), 1, candidate_ids)
+    return growth
 
 
 def expand_nodes[Carry](

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.constants import NORM_EPS, PATH
 from pallas_kernels.containers import TreeGrowth, WeaverWeights
-from pallas_kernels.xla_growth import Growth, NewNodes, expand_nodes, guess_children, start_growth, take_entries
+from pallas_kernels.xla_growth import Growth, NewNodes, expand_nodes, guess_chain, start_growth, take_chains
 
 
 def weaver_tree(
@@ -44,22 +44,18 @@ def weaver_tree(
         x = x + _dot(attended, weights.out)
         hidden = jax.nn.gelu(_normed_product(x, weights.fc1, weights.fc1_bias), approximate=False)
         x = x + (_dot(hidden, weights.fc2) + weights.fc2_bias)
-        r = _unit(x) * weights.out_norm_scale.astype(jnp.float32) + weights.out_norm_bias.astype(jnp.float32)
+        unit = x.astype(jnp.float32) * _inverse_rms(x)
+        r = unit * weights.out_norm_scale.astype(jnp.float32) + weights.out_norm_bias.astype(jnp.float32)
         products = _contract("wr,wpr->wp", r.astype(x.dtype), heads_rows[depths])
         return cache, (candidate_scores.astype(jnp.float32)[depths] + products)[None]
 
     def grow(group: Int[Array, ""], state: tuple[Growth, Array], chains: int = width) -> tuple[Growth, Array]:
         growth, cache = expand_nodes(*state, group * rows, rows, ids, step, expanded, chains=chains)
-        following = (group + 1) * rows
-        growth = take_entries(growth, following, width, spine=False)
-        for level in range(1, 1 + ahead):
-            growth = guess_children(growth, following + level * width, width, ids)
-        return growth, cache
+        return take_chains(growth, (group + 1) * rows, width, ids, ahead=ahead, spine=False), cache
 
     growth = start_growth(root, expanded + rows, expand)
     if ahead:
-        for slot in range(1, rows):
-            growth = guess_children(growth, jnp.int32(slot), 1, ids)
+        growth = guess_chain(growth, rows, ids)
     cache = jnp.zeros((2, expanded, inputs_table.shape[1]), inputs_table.dtype)
     state = grow(jnp.int32(0), (growth, cache), chains=1 if ahead else width)
     growth, _ = lax.fori_loop(1, groups, grow, state)
@@ -91,16 +87,13 @@ def _dot(x: Float[Array, "nodes rank"], matrix: Float[Array, "out rank"]) -> Arr
     return _contract("nr,or->no", x, matrix).astype(x.dtype)
 
 
-def _unit(x: Float[Array, "nodes rank"]) -> Array:
-    wide = x.astype(jnp.float32)
-    return wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + NORM_EPS)
+def _inverse_rms(x: Float[Array, "nodes rank"]) -> Float[Array, "nodes one"]:
+    return lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + NORM_EPS)
 
 
 def _normed_product(x: Float[Array, "nodes rank"], matrix: Float[Array, "out rank"], bias: Array) -> Array:
     """The norm of x through a matrix that it is folded into."""
-    wide = x.astype(jnp.float32)
-    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + NORM_EPS)
-    return (_contract("nr,or->no", x, matrix) * inverse + bias).astype(x.dtype)
+    return (_contract("nr,or->no", x, matrix) * _inverse_rms(x) + bias).astype(x.dtype)
 
 
 def _attend(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from pallas_kernels import TreeGrowth
 from pallas_kernels.constants import PATH
 from tfm_jax.config import WeaverConfig
 from tfm_jax.errors import TfmError
-from tfm_jax.growth import Grown, grow_as_worth, grown_tree, growth_stops
+from tfm_jax.growth import Grown, grow_as_worth, grow_in_a_loop, grow_in_branches, grown_tree, growth_stops
 from tfm_jax.tree import DraftTree
 from tfm_jax.weaver import Weaver, WeaverTables
 
@@ -132,6 +133,22 @@ def test_a_choice_of_steps_gives_the_tree_of_so_many(seed: int, shape: tuple[int
 
 def test_choices_of_steps_lie_ever_further_apart() -> None:
     assert [growth_stops(steps) for steps in (1, 2, 5, 9)] == [(1,), (2,), (2, 3, 4, 5), (2, 3, 4, 6, 9)]
+
+
+@pytest.mark.parametrize("form", [grow_in_branches, grow_in_a_loop])
+def test_the_chosen_stop_is_reached_on_every_platform(form: Callable[..., jax.Array]) -> None:
+    """From 2 on: step i turns x into 3 x + i, so that a step too many, too few or out of order shows."""
+
+    def grow_to(stop: int | jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(2, stop, lambda i, x: 3 * x + i, x)
+
+    stops, x = growth_stops(9), 1
+    reached = []
+    for i in range(2, 10):
+        reached.append(x)
+        x = 3 * x + i
+    found = [int(jax.jit(functools.partial(form, grow_to, stops))(index, 1)) for index in range(len(stops))]
+    assert found == [reached[stop - 2] for stop in stops]
 
 
 @pytest.mark.parametrize("options", [{"steps": 4}, {"steps": 3, "ahead": 1}, {}])

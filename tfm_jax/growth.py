@@ -19,11 +19,11 @@ from pallas_kernels.xla_growth import (
     Growth,
     NodeStep,
     expand_nodes,
-    guess_children,
+    guess_chain,
     pick_rows,
     start_growth,
     take_best,
-    take_entries,
+    take_chains,
 )
 from tfm_jax.errors import TfmError
 from tfm_jax.tree import DraftTree, check_budget, finish_tree
@@ -171,14 +171,27 @@ def grow_as_worth[Carry](
     begun, grow_to = _grow(root, candidate_ids, step, carry, stops[0], shape)
     waiting = _waiting(begun[0], _first_slot(jnp.int32(stops[0]), width, ahead), width, depth, levels)
     index = choose(waiting)
-    # A GPU waits for the host before each turn of a loop that it cannot count; a CPU compiles a branch for seconds.
     growth = lax.platform_dependent(
         index,
         begun,
-        cuda=lambda index, begun: lax.switch(index, [functools.partial(grow_to, end) for end in stops], begun),
-        default=lambda index, begun: grow_to(jnp.asarray(stops)[index], begun),
+        cuda=functools.partial(grow_in_branches, grow_to, stops),
+        default=functools.partial(grow_in_a_loop, grow_to, stops),
     )
     return Grown(_prune(growth, budget, depth, spine=False), jnp.asarray(stops)[index], waiting)
+
+
+def grow_in_branches[State, Result](
+    grow_to: Callable[[int | Array, State], Result], stops: tuple[int, ...], index: Int[Array, ""], state: State
+) -> Result:
+    """`grow_to(stops[index], state)` in a branch for every stop: a GPU need not ask the host before each step."""
+    return lax.switch(index, [functools.partial(grow_to, stop) for stop in stops], state)
+
+
+def grow_in_a_loop[State, Result](
+    grow_to: Callable[[int | Array, State], Result], stops: tuple[int, ...], index: Int[Array, ""], state: State
+) -> Result:
+    """The same in a loop that does not know its end, so that a step is compiled once."""
+    return grow_to(jnp.asarray(stops)[index], state)
 
 
 class _Shape(NamedTuple):
@@ -217,15 +230,11 @@ def _grow[Carry](
         slot = _first_slot(group, width, ahead)
         growth, carry = expand_nodes(growth, carry, slot, rows, candidate_ids, step, seen, chains=chains)
         following = _first_slot(group + 1, width, ahead)
-        growth = take_entries(growth, following, width, spine=spine)
-        for level in range(1, 1 + ahead):
-            growth = guess_children(growth, following + level * width, width, candidate_ids)
-        return growth, carry
+        return take_chains(growth, following, width, candidate_ids, ahead=ahead, spine=spine), carry
 
     growth, made = start_growth(root, expanded_slots(budget, width, groups + 1, ahead), expand), 0
     if ahead:
-        for slot in range(1, rows):
-            growth = guess_children(growth, jnp.int32(slot), 1, candidate_ids)
+        growth = guess_chain(growth, rows, candidate_ids)
         growth, carry = grow(jnp.int32(0), (growth, carry), chains=1)
         made = 1
     first = groups if first is None else first
