@@ -55,14 +55,18 @@ def bind(models: Models, params: Params) -> Modules:
     def merge(build: type, config: Any, name: str) -> Any:  # noqa: ANN401 - one of three configurations and modules
         if config is None or name not in params:
             return None
-        abstract = nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
-        return nnx.merge(nnx.graphdef(abstract), params[name])
+        return nnx.merge(_graphdef(build, config), params[name])
 
     return Modules(
         merge(Target, models.target, "target"),
         merge(Drafter, models.drafter, "drafter"),
         merge(Weaver, models.weaver, "weaver"),
     )
+
+
+@functools.cache  # building the modules takes as long as tracing a tenth of a round
+def _graphdef(build: type, config: Any) -> nnx.GraphDef:  # noqa: ANN401 - one of three configurations
+    return nnx.graphdef(nnx.eval_shape(lambda: build(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))))
 
 
 class RoundOutput(NamedTuple):
