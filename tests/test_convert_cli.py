@@ -81,17 +81,22 @@ def test_mistaken_options_are_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_of_the_full_27b_takes_less_than_two_seconds(tmp_path: Path) -> None:
-    """Of processor time, imports included: the machine may be busy."""
+def processor_seconds(command: list[str], folder: Path) -> tuple[float, subprocess.CompletedProcess[str]]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, run
+
+
+def test_a_dry_run_of_the_full_27b_takes_little_more_than_its_imports(tmp_path: Path) -> None:
+    """2 s is the bar where importing jax takes 1 s; machines differ, so that import is the unit."""
     write_synthetic(Options("qwen3.6-27b", tmp_path / "hf", headers_only=True))
     write_synthetic(Options("qwen3.6-27b-dflash", tmp_path / "dflash", headers_only=True))
     words = ["--target", "hf", "--drafter", "dflash", "--out", "out", "--dry-run"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "convert", *words]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    unit, _ = processor_seconds([sys.executable, "-c", "import jax"], tmp_path)
+    seconds, run = processor_seconds([sys.executable, "-m", "convert", *words], tmp_path)
+    assert seconds < 2 * unit
     if run.returncode == 0:  # else the disk has no room for it
         assert "would hold 28,626,211,584 parameters in 57.26 GB" in run.stdout
     else:
