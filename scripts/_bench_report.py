@@ -142,6 +142,18 @@ def show_budgets(report: dict[str, Any]) -> None:
     console.print(rows)
 
 
+def show_speed(report: dict[str, Any]) -> None:
+    """Prints rates by the clock, and gains over the fastest fixed budget."""
+    console = Console(highlight=False, markup=False)
+    rows = _table("T", "budget", "prompts", "tokens/s", "tokens/round", "ms/round", "gain", "interval")
+    for row in report["rows"]:
+        name = (f"{row['temperature']:g}", str(row["budget"]), str(row["prompts"]))
+        rates = (f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_round']:.2f}", f"{row['ms_per_round']:.3f}")
+        low, high = row["ci95"]
+        rows.add_row(*name, *rates, f"{row['gain']:+.1%}", f"[{low:+.1%}, {high:+.1%}]")
+    console.print(rows)
+
+
 def show_kernels(report: dict[str, Any]) -> None:
     """Prints time, floor and error of every program, and what was not timed."""
     console = Console(highlight=False, markup=False, width=140)

@@ -23,6 +23,7 @@ import tyro
 from _bench_acceptance import Acceptance
 from _bench_budgets import Budgets
 from _bench_kernels import Kernels
+from _bench_speed import Speed
 from _bench_trees import Trees
 
 import tfm_jax
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "acceptance": Acceptance,
     "trees": Trees,
     "budgets": Budgets,
+    "speed": Speed,
     "kernels": Kernels,
 }
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
