@@ -35,7 +35,13 @@ def test_text_is_the_targets_own_at_every_budget(name: str, method: Method, budg
     assert any(stats.committed > 1 for generation in batch for stats in generation.rounds)
 
 
-@pytest.mark.parametrize(("name", "method"), [*(("loop_qwen3_5", method) for method in METHODS), ("loop_qwen3", "tfm")])
+DRIVEN = [("loop_qwen3_5", "tfm")] + [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in [*(("loop_qwen3_5", method) for method in METHODS if method != "tfm"), ("loop_qwen3", "tfm")]
+]
+
+
+@pytest.mark.parametrize(("name", "method"), DRIVEN)
 def test_batch_and_driver_change_nothing(name: str, method: Method) -> None:
     engine, options = loop_engine(name), {"method": method, "budget": 64, "max_new_tokens": 24, "ignore_eos": True}
     together = engine.generate(prompts(name), **options)
