@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from tfm_jax.budget import COSTS_FILE, read_costs
 from tfm_jax.data import hash_files
-from tfm_jax.engine import load, load_demo
+from tfm_jax.engine import Engine, load, load_demo
 from tfm_jax.errors import require
 
 _RESAMPLES = 10_000
@@ -90,31 +90,9 @@ class Speed:
         sets = encode_prompts(texts, engine.tokenizer, engine.config.target.max_positions, self.max_new_tokens)
         prompts = [prompt for members in sets.values() for prompt in members]
         costs = read_costs(self.costs or engine.costs_path or Path(COSTS_FILE)) if "auto" in settings else None
-        common = {
-            "max_new_tokens": self.max_new_tokens,
-            "context": max(map(len, prompts)) + self.max_new_tokens,
-            "costs": costs,
-        }
-
-        def options(budget: Budget, temperature: float, number: int) -> dict[str, Any]:
-            drafts = {"method": "ar"} if budget == 0 else {"budget": budget}
-            return common | drafts | {"temperature": temperature, "seed": self.seed + number}
-
         rows = []
         for temperature in self.temperatures:
-            figures = np.zeros((self.passes, len(prompts), len(settings), 3))
-            for budget in settings:
-                print(f"temperature {temperature:g}, budget {budget}: compiling", file=sys.stderr, flush=True)
-                engine.generate(prompts[:1], **options(budget, temperature, 0))
-            for turn, number, place in np.ndindex(figures.shape[:3]):
-                if number == place == 0:
-                    print(f"temperature {temperature:g}, pass {turn + 1} of {self.passes}", file=sys.stderr, flush=True)
-                (text,) = engine.generate([prompts[number]], **options(settings[place], temperature, number))
-                figures[turn, number, place] = len(text.token_ids) - 1, len(text.rounds), text.decode_seconds
-            tokens, rounds, seconds = np.moveaxis(figures, 3, 0)
-            clock = Clock(tokens[0].astype(int), rounds[0].astype(int), np.median(seconds, axis=0))
-            message = "no prompt has a second token; give other prompts or more --max-new-tokens."
-            require(bool(clock.rounds.any()), message)
+            clock = self._time(engine, prompts, settings, {"temperature": temperature, "costs": costs})
             rows += make_rows(clock, settings, temperature, self.seed)
         meta = {
             "model": "demo" if self.model is None else str(self.model),
@@ -134,6 +112,35 @@ class Speed:
 
     def failure(self, _: dict[str, Any]) -> None:
         """Nothing here can fail a check."""
+
+    def _time(
+        self, engine: Engine, prompts: list[list[int]], settings: tuple[Budget, ...], options: dict[str, Any]
+    ) -> Clock:
+        """Compiles everything before anything is timed.
+
+        Raises:
+            TfmError: there is nothing to time, or the model cannot decode so.
+        """
+        context = max(map(len, prompts)) + self.max_new_tokens
+        common = options | {"max_new_tokens": self.max_new_tokens, "context": context}
+
+        def write(place: int, number: int) -> tuple[int, int, float]:
+            drafts: dict[str, Any] = {"budget": settings[place]} if settings[place] else {"method": "ar"}
+            (text,) = engine.generate([prompts[number]], **common | drafts | {"seed": self.seed + number})
+            return len(text.token_ids) - 1, len(text.rounds), text.decode_seconds
+
+        name = f"temperature {options['temperature']:g}"
+        for place, budget in enumerate(settings):
+            print(f"{name}, budget {budget}: compiling", file=sys.stderr, flush=True)
+            write(place, 0)
+        figures = np.zeros((self.passes, len(prompts), len(settings), 3))
+        for turn in range(self.passes):
+            print(f"{name}: pass {turn + 1} of {self.passes}", file=sys.stderr, flush=True)
+            for number, place in np.ndindex(figures.shape[1:3]):
+                figures[turn, number, place] = write(place, number)
+        tokens, rounds, seconds = np.moveaxis(figures, 3, 0)
+        require(bool(rounds.any()), "no prompt has a second token; give other prompts or more --max-new-tokens.")
+        return Clock(tokens[0].astype(int), rounds[0].astype(int), np.median(seconds, axis=0))
 
 
 def make_rows(clock: Clock, settings: tuple[Budget, ...], temperature: float, seed: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_inputs import link_with_tokenizer
 from conftest import ROOT
 from test_text import TOKENIZER
 
@@ -133,10 +134,7 @@ def test_sharing_noise_is_compared_with_not_sharing_it() -> None:
 def inputs(loop_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the golden trio and a tokenizer as `model`, two documents, and two prompt sets."""
     folder = tmp_path_factory.mktemp("bench")
-    (folder / "model").mkdir()
-    for entry in loop_checkpoint.iterdir():
-        (folder / "model" / entry.name).symlink_to(entry)
-    TOKENIZER.backend.save(str(folder / "model" / "tokenizer.json"))
+    link_with_tokenizer(loop_checkpoint, folder / "model")
     with lzma.open(folder / "val.jsonl.xz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps({"id": f"d{number}", "text": text * 50}) + "\n" for number, text in enumerate("xy"))
     (folder / "humaneval.jsonl").write_text(json.dumps({"turns": ["def f(x):", "ignored"]}) + "\n")

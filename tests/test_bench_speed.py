@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_inputs import link_with_tokenizer
 from conftest import ROOT
-from test_text import TOKENIZER
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -41,10 +41,7 @@ def test_gains_are_over_the_fastest_fixed_budget() -> None:
 def inputs(loop_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the golden trio, a tokenizer and a table of costs as `model`, and two prompt sets."""
     folder = tmp_path_factory.mktemp("speed")
-    (folder / "model").mkdir()
-    for entry in loop_checkpoint.iterdir():
-        (folder / "model" / entry.name).symlink_to(entry)
-    TOKENIZER.backend.save(str(folder / "model" / "tokenizer.json"))
+    link_with_tokenizer(loop_checkpoint, folder / "model")
     costs = Costs((3, 7), (1.0, 1.2), 0.01, (0.9, 1.1), "tfm", device_name(), "float32", 64)
     write_costs(folder / "model" / "costs.json", costs)
     for name in ("humaneval", "verilogeval"):
