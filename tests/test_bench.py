@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_inputs import link_with_tokenizer
 from conftest import ROOT
 from test_text import TOKENIZER
+from worded import link_with_tokenizer
 
 sys.path.insert(0, str(ROOT / "scripts"))
 

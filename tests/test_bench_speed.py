@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_inputs import link_with_tokenizer
 from conftest import ROOT
+from worded import link_with_tokenizer
 
 sys.path.insert(0, str(ROOT / "scripts"))
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import GOLDENS
 from test_text import TOKENIZER
+from worded import link_with_tokenizer
 
 import tfm_jax
 from tfm_jax.cli import main
@@ -37,10 +38,7 @@ def golden() -> dict[str, np.ndarray]:
 def worded_checkpoint(loop_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The golden checkpoint with a tokenizer beside it, whose ids end below the model's."""
     out = tmp_path_factory.mktemp("worded") / "out"
-    out.mkdir()
-    for entry in loop_checkpoint.iterdir():
-        (out / entry.name).symlink_to(entry)
-    TOKENIZER.backend.save(str(out / "tokenizer.json"))
+    link_with_tokenizer(loop_checkpoint, out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint for the sub-commands of `scripts/bench.py`, whose prompts are text."""
+"""A checkpoint whose prompts may be text."""
 
 from pathlib import Path
 
