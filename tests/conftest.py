@@ -9,7 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # Most of the time goes into compiling programs that run for milliseconds: no optimisation, none of the emitters that
-# build every fusion through MLIR, and one LLVM module a program take a quarter of the time.
+# build every fusion through MLIR, and one LLVM module a program take a sixth of the time.
 COMPILE_QUICKLY = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
