@@ -29,11 +29,11 @@ type Budget = int | Literal["auto"]
 
 
 class Clock(NamedTuple):
-    """What every prompt gave at a temperature; column s under the s-th setting."""
+    """What every prompt gave at a temperature, and its seconds in every pass; the last axis are the settings."""
 
     tokens: Int[np.ndarray, "prompts settings"]
     rounds: Int[np.ndarray, "prompts settings"]
-    seconds: Float[np.ndarray, "prompts settings"]
+    seconds: Float[np.ndarray, "passes prompts settings"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Speed:
                 figures[turn, number, place] = write(place, number)
         tokens, rounds, seconds = np.moveaxis(figures, 3, 0)
         require(bool(rounds.any()), "no prompt has a second token; give other prompts or more --max-new-tokens.")
-        return Clock(tokens[0].astype(int), rounds[0].astype(int), np.median(seconds, axis=0))
+        return Clock(tokens[0].astype(int), rounds[0].astype(int), seconds)
 
 
 def make_rows(clock: Clock, settings: tuple[Budget, ...], temperature: float, seed: int) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def make_rows(clock: Clock, settings: tuple[Budget, ...], temperature: float, se
 
     Prompts whose first token is their last count for nothing.
     """
-    tokens, rounds, seconds = clock
+    tokens, rounds, seconds = clock.tokens, clock.rounds, np.median(clock.seconds, axis=0)
     rates = tokens.sum(axis=0) / seconds.sum(axis=0)
     best = max((place for place, budget in enumerate(settings) if budget not in (0, "auto")), key=rates.__getitem__)
     drawn = np.random.default_rng(seed).integers(len(tokens), size=(_RESAMPLES, len(tokens)))

@@ -28,7 +28,7 @@ from _bench_trees import Trees
 
 import tfm_jax
 from tfm_jax import runtime
-from tfm_jax.errors import TfmError
+from tfm_jax.errors import TfmError, one_sentence
 
 # Options of each sub-command; `measure` makes the report, `show` prints it, `plot` draws it, `failure` judges it.
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -45,8 +45,9 @@ _CHECK_FAILED = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a sub-command; returns the exit code: 0, 1 after a failed check, 2 after a user's error."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="bench.py", description=__doc__, args=words)
     try:
+        with one_sentence("bench.py"):
+            command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="bench.py", description=__doc__, args=words)
         check_output(command.output)
         run = describe_run(words)
         report = command.measure()

@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import tyro
 
 from tfm_jax import runtime
-from tfm_jax.errors import TfmError
+from tfm_jax.errors import TfmError, one_sentence
 
 _STARTED = time.monotonic()
 USER_ERROR = 2
@@ -29,8 +30,9 @@ def deadline(seconds: float | None) -> float | None:
 
 def run_script[Arguments](main: Callable[[Arguments], bool], arguments: type[Arguments]) -> None:
     """Parses the command line, runs `main` and exits: 0 if it says it has finished, else 75; 2 after a user's error."""
-    parsed: Any = tyro.cli(arguments)
     try:
+        with one_sentence(Path(sys.argv[0]).name):
+            parsed: Any = tyro.cli(arguments)
         finished = main(parsed)
     except TfmError as error:
         print(f"error: {error}", file=sys.stderr)

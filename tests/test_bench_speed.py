@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 def test_gains_are_over_the_fastest_fixed_budget() -> None:
     """`auto` takes half the seconds of every prompt, so that no resample sees another gain than 100 %."""
     seconds = np.array([[2.0, 1.0, 4.0, 0.5], [6.0, 2.0, 4.0, 1.0]])
-    clock = Clock(np.full((2, 4), 12), np.array([[12, 4, 3, 4], [12, 8, 3, 4]]), seconds)
+    passes = np.stack([seconds - 0.25, seconds + 9, seconds])  # the median is the last, the mean is far away
+    clock = Clock(np.full((2, 4), 12), np.array([[12, 4, 3, 4], [12, 8, 3, 4]]), passes)
     rows = make_rows(clock, (0, 7, 63, "auto"), 1.0, seed=0)
     assert [row["tokens_per_second"] for row in rows] == [3, 8, 3, 16]
     assert [row["tokens_per_round"] for row in rows] == [1, 2, 4, 3]
@@ -80,6 +81,7 @@ def test_report_has_a_row_for_every_setting(inputs: Path) -> None:
         (["--prompts-per-set", 0], "0 prompts a set"),
         (["--max-new-tokens", 1, "--budgets", 7, "--temperatures", 0], "no prompt has a second token"),
         (["--costs", "missing.json"], "no cost table at missing.json"),
+        (["--budgets", 7, "atuo"], "'atuo'"),
     ],
 )
 def test_what_cannot_be_timed_is_one_sentence(

@@ -82,6 +82,7 @@ def test_mistaken_options_are_one_sentence(
 
 
 def processor_seconds(command: list[str], folder: Path) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """What a command took of the processors, waiting left out, and what it said."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
