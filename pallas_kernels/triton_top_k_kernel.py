@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import triton  # pyrefly: ignore[missing-import]
-import triton.language as tl  # pyrefly: ignore[missing-import]
+import triton
+import triton.language as tl
 
 
 @triton.jit

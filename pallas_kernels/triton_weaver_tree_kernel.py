@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import triton  # pyrefly: ignore[missing-import]
-import triton.language as tl  # pyrefly: ignore[missing-import]
+import triton
+import triton.language as tl
 
 from pallas_kernels import triton_weaver_tree_parts as parts
 
@@ -115,9 +115,9 @@ def grow_kernel(
     # The step's nodes: token · 32 + depth, −1 for an unused node. And of the first nodes of chains: parent and score.
     guess = tl.load(root)
     info = (guess * 32,)
-    for number in tl.static_range(1, rows):
-        guess = tl.sum(tl.where(lane == number - 1, firsts, 0))
-        info = info + (tl.where((ahead > 0) & (number <= depth) & (guess >= 0), guess * 32 + number, -1),)  # noqa: RUF005
+    for below in tl.static_range(1, rows):
+        guess = tl.sum(tl.where(lane == below - 1, firsts, 0))
+        info = info + (tl.where((ahead > 0) & (below <= depth) & (guess >= 0), guess * 32 + below, -1),)  # noqa: RUF005
     base_parent = (program * 0 - 1,)
     base_score = (program * 0.0,)
     for _ in tl.static_range(1, width):

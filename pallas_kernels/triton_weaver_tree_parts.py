@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import triton  # pyrefly: ignore[missing-import]
-import triton.language as tl  # pyrefly: ignore[missing-import]
+import triton
+import triton.language as tl
 
 from pallas_kernels import constants, triton_weaver_tree
 
