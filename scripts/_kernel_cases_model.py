@@ -26,6 +26,7 @@ import pallas_kernels
 from pallas_kernels import reference, runs_here
 from tfm_jax.config import WeaverConfig
 from tfm_jax.growth import pruned_schedule
+from tfm_jax.tree import DraftTree
 from tfm_jax.weaver import Weaver, WeaverTables
 
 _STATE_BARS = {"default": 5e-4, "highest": 5e-6}
@@ -175,19 +176,19 @@ def weaver_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
     schedule = pruned_schedule(shapes.tree)
 
     def run(form: str, _: str) -> Any:  # noqa: ANN401
-        def build(weaver: Any, tables: Any, root: Any, *drafts: jax.Array) -> jax.Array:  # noqa: ANN401
+        def build(weaver: Any, tables: Any, root: Any, *drafts: jax.Array) -> DraftTree:  # noqa: ANN401
             if form == "triton" and tables.weights is None:
                 message = "weaver_tree cannot run as triton: it needs an NVIDIA GPU and jax-triton"
                 raise ValueError(message)
             tables = tables if form == "triton" else tables._replace(weights=None)
             bound = nnx.merge(graph, weaver)
-            return bound.build_tree(root, *drafts, tables, budget=shapes.tree, **schedule._asdict()).scores
+            return bound.build_tree(root, *drafts, tables, budget=shapes.tree, **schedule._asdict())
 
         return build
 
     def oracle(*operands: Any) -> np.ndarray:  # noqa: ANN401
         wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, operands)
-        return np.asarray(jax.jit(run("xla", "highest"))(*wide), np.float64)
+        return np.asarray(jax.jit(run("xla", "highest"))(*wide).scores, np.float64)
 
     weights = 2 * 6 * shapes.rank**2  # q, k, v, out and the two matrices of the MLP, a step
     prompt = 2 * (shapes.hidden + 3 * shapes.rank) * shapes.rank
@@ -201,7 +202,7 @@ def weaver_workloads(shapes: Shapes, _: str) -> Iterator[Workload]:
         operands=operands,
         run=run,
         oracle=oracle,
-        error=relative_error,
+        error=lambda tree, scores: relative_error(tree.scores, scores),
         bar=_SCORE_BAR,
         bytes=steps * weights + prompt + gathered,  # as if no weight stayed in a cache
         operations=rows,
