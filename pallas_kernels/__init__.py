@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.checks import check_ancestors, check_indices, check_path
+from pallas_kernels.checks import check_ancestors, check_indices, check_path, checked
 from pallas_kernels.constants import PATH
 from pallas_kernels.containers import GdnChunkResult, GdnTreeResult, Prefix, TreeGrowth, WeaverWeights
 from pallas_kernels.dispatch import (
@@ -67,6 +67,7 @@ __all__ = [
 ]
 
 
+@checked
 def gdn_tree_verify(
     query: Float[Array, "batch nodes key_heads key"],
     key: Float[Array, "batch nodes key_heads key"],
@@ -110,6 +111,7 @@ def gdn_tree_verify(
     return call("gdn_tree_verify", implementation, *operands, precision=precision)
 
 
+@checked
 def commit_states(
     states: tuple[Float[Array, "batch value_heads key value"], ...],
     keys: tuple[Float[Array, "batch nodes key_heads key"], ...],
@@ -135,6 +137,7 @@ def commit_states(
         ValueError: shapes that do not fit, a path that leaves the tree, or an implementation that is unknown or cannot
             take the arguments.
     """
+    _check_layers(states=states, keys=keys, updates=updates, path_decays=path_decays)
     if not states:
         return ()
     for state, key, update, path_decay in zip(states, keys, updates, path_decays, strict=True):
@@ -145,6 +148,7 @@ def commit_states(
     return call("commit_states", implementation, states, keys, updates, path_decays, path, count)
 
 
+@checked
 def commit_rows(
     windows: tuple[Float[Array, "batch window channels"], ...],
     inputs: tuple[Float[Array, "batch nodes channels"], ...],
@@ -177,6 +181,8 @@ def commit_rows(
         ValueError: shapes that do not fit, taps or a path that leave the tree, or an implementation that is unknown or
             cannot take the arguments.
     """
+    _check_layers(windows=windows, inputs=inputs)
+    _check_layers(caches=caches, rows=rows)
     batch, nodes = taps.shape[:2]
     for window, channels in zip(windows, inputs, strict=True):
         _check_shape("window", window, (batch, *window.shape[1:2], channels.shape[2]), "batch, window, channels")
@@ -195,6 +201,7 @@ def commit_rows(
     return call("commit_rows", implementation, windows, inputs, taps, caches, rows, lengths, path, count)
 
 
+@checked
 def gdn_chunk(
     query: Float[Array, "batch tokens key_heads key"],
     key: Float[Array, "batch tokens key_heads key"],
@@ -234,6 +241,7 @@ def gdn_chunk(
     return call("gdn_chunk", implementation, *operands, precision=precision)
 
 
+@checked
 def tree_conv(
     inputs: Float[Array, "batch nodes channels"],
     window: Float[Array, "batch window channels"],
@@ -272,6 +280,7 @@ def tree_conv(
     return call("tree_conv", implementation, inputs, window, kernel, taps, widths=widths)
 
 
+@checked
 def tree_attention(
     query: Float[Array, "batch nodes heads head"],
     key: Float[Array, "batch nodes kv_heads head"],
@@ -321,9 +330,11 @@ def tree_attention(
         _check_shape("prefix.values", prefix.values, rows, "batch, kv_heads, capacity, head")
         _check_shape("prefix.lengths", prefix.lengths, (batch,), "batch")
         _check_shape("prefix.positions", prefix.positions, (batch, nodes), "batch, nodes")
+        check_indices("prefix.lengths", prefix.lengths, 0, rows[2] + 1, f"a prefix of {rows[2]} rows")
     return call("tree_attention", implementation, query, key, value, mask, prefix, window=window)
 
 
+@checked
 def top_k(
     logits: Float[Array, "*batch vocab"], k: int, *, implementation: Implementation = "auto"
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
@@ -349,6 +360,7 @@ def top_k(
     return values.reshape(shape), ids.reshape(shape)
 
 
+@checked
 def weaver_tree(
     root: Int[Array, " one"],
     candidate_ids: Int[Array, "depth pool"],
@@ -404,6 +416,8 @@ def weaver_tree(
         message = f"there are candidates of {depth} depths, expected 1 to {PATH - 1}"
         raise ValueError(message)
     _check_shape("root", root, (1,), "one")
+    check_indices("root", root, 0, vocab, f"a vocabulary of {vocab}")
+    check_indices("candidate_ids", candidate_ids, -1, vocab, f"a vocabulary of {vocab}, none being -1")
     _check_shape("candidate_scores", candidate_scores, (depth, pool), "depth, pool")
     _check_shape("heads_table", heads_table, (vocab, rank), "vocab, rank")
     _check_shape("positions", positions, (max(depth, len(positions)), rank), "at least depth, rank")
@@ -424,6 +438,13 @@ def weaver_tree(
 def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> None:
     if x.shape != expected:
         message = f"{name} has shape {x.shape}, expected {expected} = [{axes}]"
+        raise ValueError(message)
+
+
+def _check_layers(**groups: tuple[Array, ...]) -> None:
+    if len({len(group) for group in groups.values()}) > 1:
+        counts = ", ".join(f"{len(group)} {name}" for name, group in groups.items())
+        message = f"there are {counts}, expected as many of each, an entry for every layer"
         raise ValueError(message)
 
 

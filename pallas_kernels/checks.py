@@ -1,14 +1,78 @@
-"""What only the numbers in an index array can show to be wrong, looked for where the numbers are there.
+"""What front doors refuse: arrays of another rank or kind than their signature says, and indices out of range.
 
-Under `jax.jit` and other transformations they are not: there a caller's promise stands, and indices out of range give
-results that mean nothing, but no error.
+Only the numbers in an index array can show the latter. Under `jax.jit` and other transformations they are not there: a
+caller's promise stands, and indices out of range give results that mean nothing, but no error.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import AbstractArray, Array, Bool, Float, Int
+
+_KINDS: dict[Any, tuple[Any, str]] = {
+    Float: (jnp.floating, "floating-point numbers"),
+    Int: (jnp.integer, "integers"),
+    Bool: (jnp.bool_, "booleans"),
+}
+_hints = functools.cache(typing.get_type_hints)
+
+
+def checked[**P, R](door: Callable[P, R]) -> Callable[P, R]:
+    """The front door, which now refuses arrays of another rank or kind of number than its annotations say.
+
+    Its own checks can then unpack shapes, and say how they should fit each other.
+    """
+    signature = inspect.signature(door)
+
+    @functools.wraps(door)
+    def enter(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            _check(name, value, _hints(door)[name])
+        return door(*args, **kwargs)
+
+    return enter
+
+
+def _check(name: str, value: Any, hint: Any) -> None:  # noqa: ANN401
+    """Compares an argument, or what it consists of, with its annotation.
+
+    Raises:
+        ValueError: an array, or a group of arrays, is something else.
+    """
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:  # of something and None
+        if value is not None:
+            _check(name, value, parts[0])
+    elif origin is tuple:
+        _require(isinstance(value, tuple | list), f"{name} is of type {type(value).__name__}, expected a tuple")
+        for place, part in enumerate(value):
+            _check(f"{name}[{place}]", part, parts[0])
+    elif hasattr(hint, "_fields"):
+        _require(isinstance(value, hint), f"{name} is of type {type(value).__name__}, expected {hint.__name__}")
+        for field, part in _hints(hint).items():
+            _check(f"{name}.{field}", getattr(value, field), part)
+    elif isinstance(hint, type) and issubclass(hint, AbstractArray):
+        axes = hint.dim_str.split()
+        _require(hasattr(value, "dtype"), f"{name} is of type {type(value).__name__}, expected an array")
+        least = len(axes) - hint.dim_str.count("*")
+        fits = len(value.shape) == least or (len(value.shape) > least and "*" in hint.dim_str)
+        _require(fits, f"{name} has shape {value.shape}, expected axes {', '.join(axes)}")
+        kind, words = _KINDS.get(hint.dtype, (jnp.generic, ""))
+        _require(jnp.issubdtype(value.dtype, kind), f"{name} is {value.dtype}, expected {words}")
+
+
+def _require(condition: bool, message: str) -> None:  # noqa: FBT001 - the condition that is required
+    if not condition:
+        raise ValueError(message)
 
 
 def concrete(x: Array | np.ndarray) -> np.ndarray | None:

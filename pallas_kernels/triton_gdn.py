@@ -72,7 +72,10 @@ def gdn_tree_verify(
     batch, nodes, key_heads, key_size = query.shape
     value_heads, value_size = value.shape[2:]
     block = min(_BLOCK, value_size)
-    tile = min(max(1 << (nodes - 1).bit_length(), _SMALLEST_TILE), _LARGEST_TILE)
+    # Several tiles of 64, with float32 keys in three parts each, would take more than many GPUs have: 100 of 99 KiB.
+    split = precision == "highest" and query.dtype == jnp.float32 and nodes > _LARGEST_TILE
+    largest = _LARGEST_TILE // 2 if split else _LARGEST_TILE
+    tile = min(max(1 << (nodes - 1).bit_length(), _SMALLEST_TILE), largest)
     vectors = jax.ShapeDtypeStruct(value.shape, jnp.float32)
     gates = jax.ShapeDtypeStruct(log_decay.shape, jnp.float32)
     results = jax_triton.triton_call(

@@ -1,4 +1,4 @@
-"""The Triton forms against the oracles. Triton cannot be interpreted through jax: all but refusals needs a GPU."""
+"""The Triton forms against the oracles on a GPU, and what they refuse; test_triton_interpreted.py needs none."""
 
 from __future__ import annotations
 
