@@ -192,8 +192,10 @@ def commit_rows(
             raise ValueError(message)
     for cache, new in zip(caches, rows, strict=True):
         _check_shape("cache", cache, (batch, *cache.shape[1:]), "batch, kv_heads, capacity, head")
+        _check_capacity("cache", cache)
         _check_shape("rows", new, (batch, nodes, cache.shape[1], cache.shape[3]), "batch, nodes, kv_heads, head")
     _check_shape("lengths", lengths, (batch,), "batch")
+    check_indices("lengths", lengths, 0, 1 << 31, "rows of a cache")
     _check_path(path, count, batch, nodes)
     _check_taps(taps)
     if not windows and not caches:
@@ -270,6 +272,9 @@ def tree_conv(
     """
     batch, nodes, channels = inputs.shape
     width = kernel.shape[0]
+    if 0 in (*inputs.shape, width):
+        message = f"there is nothing to convolve: inputs has shape {inputs.shape}, kernel {kernel.shape}"
+        raise ValueError(message)
     _check_shape("window", window, (batch, width - 1, channels), "batch, width - 1, channels")
     _check_shape("kernel", kernel, (width, channels), "width, channels")
     _check_shape("taps", taps, (batch, nodes, width), "batch, nodes, width")
@@ -277,7 +282,7 @@ def tree_conv(
     if sum(widths) != channels or min(widths) < 1:
         message = f"widths are {widths}, expected positive numbers whose sum is {channels}, the channels"
         raise ValueError(message)
-    return call("tree_conv", implementation, inputs, window, kernel, taps, widths=widths)
+    return call("tree_conv", implementation, inputs, window, kernel, taps, widths=tuple(widths))
 
 
 @checked
@@ -327,6 +332,7 @@ def tree_attention(
     if prefix is not None:
         rows = (batch, kv_heads, prefix.keys.shape[2], head)
         _check_shape("prefix.keys", prefix.keys, rows, "batch, kv_heads, capacity, head")
+        _check_capacity("prefix.keys", prefix.keys)
         _check_shape("prefix.values", prefix.values, rows, "batch, kv_heads, capacity, head")
         _check_shape("prefix.lengths", prefix.lengths, (batch,), "batch")
         _check_shape("prefix.positions", prefix.positions, (batch, nodes), "batch, nodes")
@@ -441,6 +447,12 @@ def _check_shape(name: str, x: Array, expected: tuple[int, ...], axes: str) -> N
         raise ValueError(message)
 
 
+def _check_capacity(name: str, cache: Array) -> None:
+    if 0 in cache.shape:
+        message = f"{name} has shape {cache.shape}, expected room for at least one row"
+        raise ValueError(message)
+
+
 def _check_layers(**groups: tuple[Array, ...]) -> None:
     if len({len(group) for group in groups.values()}) > 1:
         counts = ", ".join(f"{len(group)} {name}" for name, group in groups.items())
@@ -465,6 +477,9 @@ def _check_gates(value: Array, log_decay: Array, beta: Array) -> None:
 
 
 def _check_path(path: Array, count: Array, batch: int, nodes: int) -> None:
+    if 0 in path.shape or not nodes:
+        message = f"there is nothing to commit: path has shape {path.shape}, and the tree {nodes} nodes"
+        raise ValueError(message)
     _check_shape("path", path, (batch, *path.shape[1:2]), "batch, steps")
     _check_shape("count", count, (batch,), "batch")
     check_path(path, count, nodes)

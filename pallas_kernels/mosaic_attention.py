@@ -35,7 +35,7 @@ MAX_NODES = 256
 MULTIPROCESSORS = 132  # of an H100 or H200 SXM
 ROUND_COST = 0.03  # start and end of a block, 6 µs, over its walk through a whole context of 8,192 rows
 
-# Found by the sweep of docs/kernels.md on an H200 at head dimension 256; the other rows fill shared memory alike.
+# The fastest of those tried on an H200 at head dimension 256 (docs/kernels.md); the others fill shared memory alike.
 TUNING = {
     # (head, at most 64 query rows a key/value head)
     (256, False): Tuning(warpgroups=2, tile=64, slots=5),

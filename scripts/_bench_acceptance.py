@@ -35,7 +35,7 @@ from tfm_jax.config import DraftNoise, Method, TreeKind
 from tfm_jax.data import hash_files
 from tfm_jax.decode import emit_first, run_rounds, start_transcript
 from tfm_jax.engine import Engine, load, load_demo
-from tfm_jax.errors import TfmError
+from tfm_jax.errors import TfmError, require
 from tfm_jax.text import Tokenizer
 
 DOCUMENTS, PREFIX = 64, 128  # held-out documents, and tokens of each that are its prompt
@@ -301,10 +301,16 @@ def read_texts(files: dict[str, Path]) -> dict[str, list[str]]:
     """
     texts = {}
     for name, path in files.items():
+        objects = read_objects(path, {"id", "text"} if name == "val" else {"turns"})
+        for number, entry in enumerate(objects, 1):
+            words = [entry["id"], entry["text"]] if name == "val" else entry["turns"]
+            usable = isinstance(words, list) and words and all(isinstance(word, str) for word in words)
+            expected = "a text as id and one as text" if name == "val" else "a list of texts as turns"
+            require(bool(usable), f"{path}, line {number}, has {words!r:.60}; write {expected}.")
         if name == "val":
-            texts[name] = [document["text"] for document in choose_documents(read_objects(path, {"id", "text"}))]
+            texts[name] = [document["text"] for document in choose_documents(objects)]
         else:
-            texts[name] = [line["turns"][0] for line in read_objects(path, {"turns"})]
+            texts[name] = [entry["turns"][0] for entry in objects]
     return texts
 
 
@@ -321,17 +327,22 @@ def read_objects(path: Path, keys: set[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         message = f"no such file: {path}; pass a .jsonl or .jsonl.xz file."
         raise TfmError(message)
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            lines = file.readlines()
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        message = f"{path} cannot be read ({error}); pass UTF-8 text, an object a line, as it is or packed by xz."
+        raise TfmError(message) from error
     objects = []
-    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                objects.append(json.loads(line))
-            except ValueError as error:
-                message = f"{path}, line {number}, is not JSON ({error}); write an object a line."
-                raise TfmError(message) from error
-            if not isinstance(objects[-1], dict) or not keys <= objects[-1].keys():
-                message = f"{path}, line {number}, is not an object with {sorted(keys)}; write one a line."
-                raise TfmError(message)
+    for number, line in enumerate(lines, 1):
+        try:
+            objects.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            message = f"{path}, line {number}, is not JSON ({error}); write an object a line."
+            raise TfmError(message) from error
+        if not isinstance(objects[-1], dict) or not keys <= objects[-1].keys():
+            message = f"{path}, line {number}, is not an object with {sorted(keys)}; write one a line."
+            raise TfmError(message)
     if not objects:
         message = f"{path} is empty; write an object a line."
         raise TfmError(message)

@@ -29,6 +29,7 @@ from _bench_trees import Trees
 import tfm_jax
 from tfm_jax import runtime
 from tfm_jax.errors import TfmError, one_sentence
+from tfm_jax.files import write_whole
 
 # Options of each sub-command; `measure` makes the report, `show` prints it, `plot` draws it, `failure` judges it.
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -55,11 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return common.USER_ERROR
     report = report | {"meta": run | report["meta"]}
+    command.show(report)
     if command.output is not None:
-        command.output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        try:
+            write_whole(command.output, [json.dumps(report, indent=1, allow_nan=False), "\n"])
+        except OSError as error:
+            print(f"error: {command.output} cannot be written ({error}); the figures are above.", file=sys.stderr)
+            return common.USER_ERROR
         if can_plot():
             command.plot(report, command.output)
-    command.show(report)
     if failure := command.failure(report):
         print(f"error: {failure}", file=sys.stderr)
         return _CHECK_FAILED

@@ -2,7 +2,8 @@
 
     python scripts/kernel_tables.py benchmarks/kernels-h200.json docs/kernels.md
 
-A table stands between `<!-- figures: OP -->` and `<!-- end -->`; what is between them is replaced.
+A table stands between `<!-- figures: OP -->` and `<!-- end -->`; what is between them is replaced. Tables of operations
+that the report does not have stay as they are.
 """
 
 from __future__ import annotations
@@ -15,20 +16,29 @@ from typing import Any
 
 import tyro
 
+from tfm_jax.files import write_whole
+
 _TABLE = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _COLUMNS = ("case", "implementation", "buffers", "µs", "floor, µs", "times the floor", "kernels", "relative error")
 
 
 def fill_tables(text: str, report: dict[str, Any]) -> str:
-    """The document with the figures of a report in it."""
-    return _TABLE.sub(lambda match: match[1] + markdown_table(report, match[2]) + match[3], text)
+    """The document with the figures of a report in it.
+
+    Raises:
+        ValueError: it has no table that they belong into.
+    """
+    known = {row["op"] for row in report["rows"]}
+    if not known & {match[2] for match in _TABLE.finditer(text)}:
+        message = f"the document has no table of {', '.join(sorted(known)) or 'anything'} in the report"
+        raise ValueError(message)
+    fill = lambda match: match[1] + markdown_table(report, match[2]) + match[3]  # noqa: E731
+    return _TABLE.sub(lambda match: fill(match) if match[2] in known else match[0], text)
 
 
 def markdown_table(report: dict[str, Any], op: str) -> str:
-    """One row a program; nothing if the report has none of the operation."""
+    """One row a program."""
     rows = [row for row in report["rows"] if row["op"] == op]
-    if not rows:
-        return ""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *map(_cells, rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
@@ -50,11 +60,15 @@ def main(report: Path, document: Path, /) -> int:
     """
     try:
         figures = json.loads(report.read_text(encoding="utf-8"))
-        document.write_text(fill_tables(document.read_text(encoding="utf-8"), figures), encoding="utf-8")
-    except (OSError, ValueError, KeyError) as error:
-        print(f"error: {report} or {document}: {error}; give a report of bench.py kernels and a text.", file=sys.stderr)
-        return 2
-    return 0
+        write_whole(document, [fill_tables(document.read_text(encoding="utf-8"), figures)])
+    except (OSError, ValueError) as error:
+        sentence = f"{report} or {document}: {error}; give a report of bench.py kernels and a text with marked tables."
+    except (ArithmeticError, LookupError, RecursionError, TypeError) as error:
+        sentence = f"{report} is no report of bench.py kernels ({type(error).__name__}: {error}); make one with --json."
+    else:
+        return 0
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

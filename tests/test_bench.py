@@ -202,6 +202,11 @@ def test_plots_lie_beside_the_json(report: dict[str, Any], inputs: Path) -> None
         (["--held-out", "torn.jsonl"], "torn.jsonl, line 1, is not JSON"),
         (["--held-out", "other.jsonl"], "other.jsonl, line 1, is not an object with ['id', 'text']"),
         (["--held-out", "empty.jsonl"], "empty.jsonl is empty"),
+        (["--held-out", "typed.jsonl"], "typed.jsonl, line 1, has [1, 'x']; write a text as id and one as text"),
+        (["--held-out", "deep.jsonl"], "deep.jsonl, line 1, is not JSON"),
+        (["--held-out", "bytes.jsonl"], "bytes.jsonl cannot be read"),
+        (["--held-out", "junk.jsonl.xz"], "junk.jsonl.xz cannot be read"),
+        (["--prompts", "."], "humaneval.jsonl, line 2, has 'abc'; write a list of texts as turns"),
         (["--held-out", "good.jsonl", "--model", "missing"], "missing is not a directory"),
         (["--held-out", "good.jsonl", "--batch", "0"], "batch 0"),
         (["--held-out", "good.jsonl", "--output", "missing/out.json"], "--output missing/out.json cannot be written"),
@@ -218,6 +223,12 @@ def test_bad_input_is_one_sentence(
     Path("torn.jsonl").write_text('{"id": \n')
     Path("other.jsonl").write_text('{"text": "x"}\n')
     Path("empty.jsonl").touch()
+    Path("typed.jsonl").write_text('{"id": 1, "text": "x"}\n')
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("bytes.jsonl").write_bytes(b"\xff\xfe")
+    Path("junk.jsonl.xz").write_bytes(b"junk")
+    Path("humaneval.jsonl").write_text('{"turns": ["a", "b"]}\n{"turns": "abc"}\n')
+    Path("verilogeval.jsonl").write_text('{"turns": []}\n')
     Path("good.jsonl").write_text('{"id": "x", "text": "x"}\n')
     assert main(["acceptance", *words]) == 2
     shown = capsys.readouterr()

@@ -143,6 +143,49 @@ def test_tables_hold_the_figures_and_nothing_else_changes(report: dict[str, Any]
     assert kernel_tables.fill_tables(filled, report) == filled
 
 
+def test_tables_that_a_report_cannot_fill_stay(report: dict[str, Any]) -> None:
+    text = "<!-- figures: top_k -->\nold\n<!-- end -->\n<!-- figures: commit -->\nold\n<!-- end -->\n"
+    rows = [row for row in report["rows"] if row["op"] == "top_k"]
+    filled = kernel_tables.fill_tables(text, report | {"rows": rows})
+    assert filled.endswith("<!-- figures: commit -->\nold\n<!-- end -->\n")
+    assert filled.count("old") == 1
+
+
+@pytest.mark.parametrize(
+    ("report_text", "words"),
+    [
+        ("[]", "is no report of bench.py kernels"),
+        ('{"rows": null}', "is no report"),
+        ('{"rows": [1]}', "is no report"),
+        ('{"rows": [{"op": "top_k"}]}', "is no report"),
+        ("[" * 100_000, "is no report"),
+        ('{"rows": []}', "has no table of anything in the report"),
+        ('{"rows": [{"op": "other"}]}', "has no table of other"),
+        ("{", "give a report of bench.py kernels and a text"),
+    ],
+)
+def test_a_report_that_is_none_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], report_text: str, words: str
+) -> None:
+    path, document = tmp_path / "report.json", tmp_path / "document.md"
+    path.write_text(report_text)
+    document.write_text(text := "<!-- figures: top_k -->\nold\n<!-- end -->\n")
+    assert kernel_tables.main(path, document) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert words in message
+    assert document.read_text() == text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_figures_are_shown_before_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["kernels", "--small", "--ops", "top_k", "--implementations", "xla", "--repeats", "1"]
+    assert main([*options, "--json", "/dev/full"]) == 2
+    said = capsys.readouterr()
+    assert "rel. error" in said.out
+    assert "/dev/full cannot be written" in said.err
+
+
 @pytest.mark.skipif(not JSON.exists(), reason="no figures of an H200 yet")
 def test_the_documents_tables_are_those_of_the_report() -> None:
     text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")

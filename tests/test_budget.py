@@ -187,10 +187,21 @@ def test_table_survives_the_disk_and_damage_is_named(tmp_path: Path) -> None:
         ({"step_seconds": -1}, "seconds of a step"),
         ({"step_seconds": 0.15}, "seconds of a step"),
         ({"budgets": "many"}, "is no cost table"),
+        ({"budgets": [3.5, 15]}, "is no cost table"),
+        ({"budgets": [3, float("inf")]}, "is no cost table"),
+        ({"seconds": "12"}, "is no cost table"),
+        ({"seconds": {"1": 2, "3": 4}}, "is no cost table"),
+        ({"seconds": [1.0, float("inf")]}, "is no cost table"),
+        ({"seconds": [1.0, 1e300]}, "is no cost table"),
+        ({"context": float("inf")}, "is no cost table"),
+        ({"context": "64"}, "is no cost table"),
     ):
         path.write_text(json.dumps(values | change))
         with pytest.raises(TfmError, match=words):
             read_costs(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(TfmError, match="is no cost table"):
+        read_costs(path)
     with pytest.raises(TfmError, match="cannot be written"):
         write_costs(tmp_path / "missing" / "costs.json", COSTS)
 

@@ -124,7 +124,9 @@ def test_on_a_gpu_it_is_the_oracle(shape: Shape, splits: int | None) -> None:
 
 @pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
 @pytest.mark.parametrize(
-    "shape", [*SHAPES, Shape(64, 4, 6, 256, 131072, (4096,)), Shape(256, 2, 2, 128, 512, (1,))], ids=str
+    "shape",
+    [*SHAPES, *(Shape(nodes, 4, 6, 256, 262144, (4096,)) for nodes in (64, 1)), Shape(256, 2, 2, 128, 512, (1,))],
+    ids=str,
 )
 def test_it_lowers_for_hopper(shape: Shape, kind: str) -> None:
     case = jax.eval_shape(lambda: make_case(shape._replace(capacity=8, lengths=(0,) * len(shape.lengths))))

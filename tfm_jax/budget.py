@@ -30,11 +30,13 @@ from jaxtyping import Array, Float, Int
 
 from tfm_jax.config import Method
 from tfm_jax.errors import TfmError, require
+from tfm_jax.files import write_whole
 from tfm_jax.growth import pruned_schedule
 from tfm_jax.state import Ledger
 
 COSTS_FILE = "costs.json"
 _FORMAT = 3
+_MOST = 1e9  # seconds, nodes or tokens that a table may hold
 _PRIOR = 10.0  # tokens: how long scores are taken at their word
 _EXPECTED = 3.0  # tokens of a round before there was one
 _CAUGHT = 0.5  # tokens that a step brings for each that its nodes promise
@@ -109,10 +111,8 @@ def write_costs(path: Path, costs: Costs) -> None:
     Raises:
         TfmError: the file cannot be written.
     """
-    draft = path.with_name(path.name + ".tmp")
     try:
-        draft.write_text(json.dumps({"format": _FORMAT} | dataclasses.asdict(costs), indent=2) + "\n", encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, [json.dumps({"format": _FORMAT} | dataclasses.asdict(costs), indent=2), "\n"])
     except OSError as error:
         message = f"{path} cannot be written ({error}); name another file with --output."
         raise TfmError(message) from error
@@ -130,13 +130,17 @@ def read_costs(path: Path) -> Costs:
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         require(values["format"] == _FORMAT, f"{path} has another format than {_FORMAT}; calibrate again.")
-        seconds, fixed = (tuple(map(float, values[name])) for name in ("seconds", "fixed_seconds"))
-        names = [values[name] for name in ("method", "device", "dtype")]
-        return Costs(
-            tuple(map(int, values["budgets"])), seconds, float(values["step_seconds"]), fixed, *names,
-            context=int(values["context"]),
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        lists = [values[name] for name in ("budgets", "seconds", "fixed_seconds")]
+        step, context = values["step_seconds"], values["context"]
+        numbers = [number for part in lists for number in part] + [step, context]
+        whole = all(isinstance(number, int) for number in (*lists[0], context))
+        usable = all(isinstance(part, list) for part in lists) and whole
+        usable = usable and all(isinstance(x, int | float) and abs(x) <= _MOST for x in numbers)
+        require(usable, f"{path} is no cost table (numbers: {lists}, {step}, {context}); calibrate again.")
+        names: list[Any] = [str(values[name]) for name in ("method", "device", "dtype")]
+        seconds, fixed = (tuple(map(float, part)) for part in lists[1:])
+        return Costs(tuple(lists[0]), seconds, float(step), fixed, *names, context=context)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         message = f"{path} is no cost table ({type(error).__name__}: {error}); calibrate again."
         raise TfmError(message) from error
 

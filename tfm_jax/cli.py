@@ -21,6 +21,7 @@ from tfm_jax import runtime
 from tfm_jax.cli_options import Calibrate, Generate, Prompt, parse_arguments, parse_logit_bias, read_prompts
 from tfm_jax.config import Method
 from tfm_jax.errors import TfmError, require
+from tfm_jax.files import write_whole
 
 if TYPE_CHECKING:
     from tfm_jax.engine import Engine, Generation, Round, TokenLogprobs
@@ -337,8 +338,7 @@ def _trace_lines(prompt: int, rounds: Iterable[Round]) -> Iterator[str]:
 
 def _write_trace(path: Path, lines: Iterable[str]) -> None:
     try:
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        write_whole(path, (f"{line}\n" for line in lines))
     except OSError as error:
         message = f"--trace {path} cannot be written ({error}); name another file."
         raise TfmError(message) from error
