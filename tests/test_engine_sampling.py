@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from conftest import ROOT
 from filter_cases import FilterCase, filtered_law
 from goldens import changed
 from tiny_model import MODELS, VOCAB, params
@@ -259,6 +262,38 @@ def test_text_before_a_stop_is_shown_once_it_is_clear(pieces: list[list[int]]) -
 def test_bad_options_are_refused_by_name(options: dict, words: str) -> None:
     with pytest.raises(tfm_jax.TfmError, match=re.escape(words)):
         engine().generate([[1, 2]], max_new_tokens=2, **options)
+
+
+MISTYPED = """
+import tfm_jax
+
+engine = tfm_jax.load_demo()
+for prompts, options in (
+    (["abc"], {}), ("abc", {}), ([1, 2], {}), ([[1.5]], {}), ([[1]], {"budget": 7.5}), ([[1]], {"budget": "foo"}),
+    ([[1]], {"max_new_tokens": 2.5}), ([[1]], {"seed": 1.5}), ([[1]], {"top_k": 2.5}), ([[1]], {"logprobs": 1.5}),
+):
+    try:
+        engine.generate(prompts, **options)
+    except tfm_jax.TfmError as error:
+        print(error)
+"""
+
+
+def test_other_types_are_refused_by_name() -> None:
+    """In a process of its own, where no checker of types speaks first."""
+    run = subprocess.run([sys.executable, "-c", MISTYPED], capture_output=True, text=True, check=True, cwd=ROOT)
+    said = run.stdout.splitlines()
+    assert len(said) == 10
+    starts = ("a prompt is 'abc'", "a prompt is 'a'", "a prompt is 1;", "token id 1.5 at position 0", "budget is 7.5;")
+    starts += (
+        "budget is 'foo'; give a whole number",
+        "max_new_tokens is 2.5",
+        "seed is 1.5",
+        "top_k is 2.5",
+        "logprobs is 1.5",
+    )
+    for sentence, start in zip(said, starts, strict=True):
+        assert sentence.startswith(start)
 
 
 def test_stop_texts_need_a_tokenizer() -> None:

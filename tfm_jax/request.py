@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Literal, TypedDict
 
 import jax.numpy as jnp
@@ -161,6 +162,8 @@ def check_request(
         TfmError: a prompt or an option does not fit.
     """
     require(len(prompts) > 0, "there is no prompt; give at least one.")
+    _check_whole(max_new_tokens=max_new_tokens, budget=0 if budget == "auto" else budget)
+    _check_whole(logprobs=logprobs or 0, context=context or 0)
     for prompt in prompts:
         check_token_ids(prompt, models.target.vocab_size)
     chosen = _find_method(models, method)
@@ -172,6 +175,7 @@ def check_request(
     )
     seeds = _one_each("seed", seed, count)
     for number in seeds:
+        _check_whole(seed=number)
         require(0 <= number <= _LARGEST_SEED, f"seed is {number}; choose 0 to {_LARGEST_SEED}.")
     require(
         logprobs is None or 0 <= logprobs <= min(_MOST_LOGPROBS, vocab),
@@ -210,6 +214,11 @@ def check_request(
         penalties=_penalties(prompts, vocab, repetition_penalty, frequency_penalty, presence_penalty),
         ledger=_ledger(costs) if budgets and costs else None,
     )
+
+
+def _check_whole(**numbers: object) -> None:
+    for name, number in numbers.items():
+        require(isinstance(number, Integral), f"{name} is {number!r:.40}; give a whole number.")
 
 
 def _ledger(costs: Costs) -> Ledger:
@@ -291,6 +300,7 @@ def _filter(
 def _top_k(top_k: int | Sequence[int], count: int) -> jnp.ndarray | None:
     values = _one_each("top_k", top_k, count)
     for value in values:
+        _check_whole(top_k=value)
         require(0 <= value <= _LARGEST_SEED, f"top_k is {value}; choose 0 (off) or a number of tokens.")
     return jnp.asarray(values, jnp.int32) if any(values) else None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import SupportsIndex
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -121,7 +122,11 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     Raises:
         TfmError: there are none, or one is not in [0, vocab_size).
     """
+    are_ids = not isinstance(token_ids, str) and isinstance(token_ids, Iterable)
+    require(are_ids, f"a prompt is {token_ids!r:.40}; give a list of token ids for each, as `tokenizer.encode` makes.")
     require(len(token_ids) > 0, "the prompt is empty; give at least one token.")
     for index, token_id in enumerate(token_ids):
         known = f"the model knows 0 to {vocab_size - 1}"
+        whole = isinstance(token_id, SupportsIndex) and not isinstance(token_id, float)
+        require(whole, f"token id {token_id!r:.40} at position {index} is no whole number; {known}.")
         require(0 <= token_id < vocab_size, f"token id {token_id} at position {index} is out of range; {known}.")
