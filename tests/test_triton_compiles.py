@@ -153,9 +153,11 @@ def test_the_largest(launches: list[Launch], capability: str, vocab: int, k: int
 
 
 def grow(width: int, groups: int, ahead: int, *, rank: int = 512, pool: int = 64) -> None:
-    weaver, arguments = make_weaver(rank=rank, pool=pool, depth=7, dtype="bfloat16", batch=1)
+    weaver, arguments = make_weaver(rank=rank, pool=64, depth=7, dtype="bfloat16", batch=1)
+    root, _, _, *others = door_operands(weaver, arguments)
+    candidates = shape(7, pool, dtype=jnp.int32), shape(7, pool, dtype=jnp.float32)
     door = functools.partial(triton_weaver_tree.weaver_tree, width=width, groups=groups, expand=8, ahead=ahead)
-    jax.eval_shape(door, *door_operands(weaver, arguments))
+    jax.eval_shape(door, root, *candidates, *others)
 
 
 @pytest.mark.parametrize("capability", ["9.0"], indirect=True)

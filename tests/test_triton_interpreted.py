@@ -37,7 +37,7 @@ def _interpreter() -> Iterator[None]:
     gates=st.sampled_from(("moderate", "extreme", "0", "0.9", "0.99")),
     precision=st.sampled_from(tuple(BARS)),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_trees_of_the_gated_delta_rule(nodes: int, ratio: int, dtype: str, gates: str, precision: str) -> None:
     operands = gdn_operands(tree_of(f"tree {nodes}"), ratio, 16, dtype=dtype, gates=gates)
     actual = triton_gdn.gdn_tree_verify(*operands, precision=precision)
