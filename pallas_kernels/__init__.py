@@ -12,9 +12,9 @@ h // (value_heads / key_heads), query head h uses key/value head h // (heads / k
 [batch, value_heads, key, value], key axis first. Nodes are in topological order: a parent's index is smaller than its
 children's, and node 0 is the root.
 
-Numbers. Trees, taps and paths that are none are refused where their numbers are at hand, which is outside of `jax.jit`
-and other transformations; such a call waits for these small arrays. Traced ones are not looked at: indices out of range
-then give results that mean nothing. Trees may be as deep as they have nodes.
+Numbers. Trees, taps, paths, lengths and tokens that are none are refused where their numbers are at hand, which is
+outside of `jax.jit` and other transformations; such a call waits for these small arrays. Traced ones are not looked at:
+indices out of range then give results that mean nothing. Trees may be as deep as they have nodes.
 
 Arithmetic. The gated delta rule is computed in float32 whatever the dtype of the inputs, its matrix products never in
 plain tf32; with `precision="default"` a form for GPUs may err by 5e-4 of the result's norm, with "highest" by 5e-6.

@@ -29,7 +29,8 @@ _hints = functools.cache(typing.get_type_hints)
 def checked[**P, R](door: Callable[P, R]) -> Callable[P, R]:
     """The front door, which now refuses arrays of another rank or kind of number than its annotations say.
 
-    Its own checks can then unpack shapes, and say how they should fit each other.
+    Its own checks can then unpack shapes, and say how they should fit each other. What differs raises a ValueError that
+    names the argument. Traced arrays are checked too, once a trace: rank and dtype are known then.
     """
     signature = inspect.signature(door)
 

@@ -16,10 +16,7 @@ of each set: tokens after the first, by the time from the first to the last.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-import json
-import lzma
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _bench_prompts import PromptSets, encode_prompts, list_files, read_texts
 from _bench_report import plot_budgets, plot_depths, plot_methods, show_acceptance
 from jaxtyping import Float
 
@@ -35,17 +33,13 @@ from tfm_jax.config import DraftNoise, Method, TreeKind
 from tfm_jax.data import hash_files
 from tfm_jax.decode import emit_first, run_rounds, start_transcript
 from tfm_jax.engine import Engine, load, load_demo
-from tfm_jax.errors import TfmError, require
-from tfm_jax.text import Tokenizer
+from tfm_jax.errors import TfmError
 
-DOCUMENTS, PREFIX = 64, 128  # held-out documents, and tokens of each that are its prompt
-PROMPT_SETS = ("humaneval", "verilogeval")
 BASELINES: tuple[Method, ...] = ("ddtree", "chain")  # what `tfm` is compared with
 _EVERYTHING = "all"
 _RESAMPLES = 10_000
 _NGRAM = 4
 
-type PromptSets = dict[str, list[list[int]]]
 type Groups = dict[str, list[int]]
 
 
@@ -276,113 +270,6 @@ def list_settings(
         for noise in (draft_noises if temperature and method != "ar" else ("none",))
     )
     return tuple(dict.fromkeys(combinations))
-
-
-def list_files(held_out: Path | None, prompts: Path | None) -> dict[str, Path]:
-    """The file of each prompt set that was asked for.
-
-    Raises:
-        TfmError: none was.
-    """
-    files = {} if held_out is None else {"val": held_out}
-    if prompts is not None:
-        files |= {name: prompts / f"{name}.jsonl" for name in PROMPT_SETS}
-    if not files:
-        message = "there is nothing to measure on; give --held-out FILE, --prompts DIR or both."
-        raise TfmError(message)
-    return files
-
-
-def read_texts(files: dict[str, Path]) -> dict[str, list[str]]:
-    """Texts of the prompts of each set.
-
-    Raises:
-        TfmError: a file is missing or malformed.
-    """
-    texts = {}
-    for name, path in files.items():
-        objects = read_objects(path, {"id", "text"} if name == "val" else {"turns"})
-        for number, entry in enumerate(objects, 1):
-            words = [entry["id"], entry["text"]] if name == "val" else entry["turns"]
-            usable = isinstance(words, list) and words and all(isinstance(word, str) for word in words)
-            expected = "a text as id and one as text" if name == "val" else "a list of texts as turns"
-            require(bool(usable), f"{path}, line {number}, has {words!r:.60}; write {expected}.")
-        if name == "val":
-            texts[name] = [document["text"] for document in choose_documents(objects)]
-        else:
-            texts[name] = [entry["turns"][0] for entry in objects]
-    return texts
-
-
-def read_objects(path: Path, keys: set[str]) -> list[dict[str, Any]]:
-    """The objects of a `.jsonl` or `.jsonl.xz` file, one a line.
-
-    Args:
-        path: the file.
-        keys: what every object must have.
-
-    Raises:
-        TfmError: the file is missing or empty, or a line is not such an object.
-    """
-    if not path.is_file():
-        message = f"no such file: {path}; pass a .jsonl or .jsonl.xz file."
-        raise TfmError(message)
-    try:
-        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
-            lines = file.readlines()
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        message = f"{path} cannot be read ({error}); pass UTF-8 text, an object a line, as it is or packed by xz."
-        raise TfmError(message) from error
-    objects = []
-    for number, line in enumerate(lines, 1):
-        try:
-            objects.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            message = f"{path}, line {number}, is not JSON ({error}); write an object a line."
-            raise TfmError(message) from error
-        if not isinstance(objects[-1], dict) or not keys <= objects[-1].keys():
-            message = f"{path}, line {number}, is not an object with {sorted(keys)}; write one a line."
-            raise TfmError(message)
-    if not objects:
-        message = f"{path} is empty; write an object a line."
-        raise TfmError(message)
-    return objects
-
-
-def choose_documents(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first documents in the order of sha1(id): a choice that nobody made."""
-
-    def order(document: dict[str, Any]) -> str:
-        return hashlib.sha1(document["id"].encode(), usedforsecurity=False).hexdigest()
-
-    return sorted(documents, key=order)[:DOCUMENTS]
-
-
-def encode_prompts(
-    texts: dict[str, list[str]], tokenizer: Tokenizer | None, positions: int, new_tokens: int
-) -> PromptSets:
-    """Token ids of the prompts of each set.
-
-    Args:
-        texts: of each set.
-        tokenizer: of the checkpoint.
-        positions: of the model, for prompt and new tokens.
-        new_tokens: that will follow.
-
-    Raises:
-        TfmError: there is no tokenizer, or no room for a prompt and the new tokens.
-    """
-    if tokenizer is None:
-        message = "this checkpoint has no tokenizer.json, and the prompts are text; convert one that has it."
-        raise TfmError(message)
-    room = positions - new_tokens
-    if room < 1:
-        message = f"max_new_tokens is {new_tokens} and the model has {positions} positions; ask for fewer."
-        raise TfmError(message)
-    longest = {"val": min(PREFIX, room)}
-    return {
-        name: [tokenizer.encode(text)[: longest.get(name, room)] for text in members] for name, members in texts.items()
-    }
 
 
 def group_prompts(sets: PromptSets) -> Groups:

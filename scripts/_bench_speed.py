@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from _bench_acceptance import encode_prompts, list_files, read_texts
+from _bench_prompts import encode_prompts, list_files, read_texts
 from _bench_report import show_speed
 from jaxtyping import Float, Int
 

@@ -21,15 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from _bench_acceptance import (
-    Groups,
-    bootstrap_interval,
-    decode_prompts,
-    encode_prompts,
-    group_prompts,
-    list_files,
-    read_texts,
-)
+from _bench_acceptance import Groups, bootstrap_interval, decode_prompts, group_prompts
+from _bench_prompts import encode_prompts, list_files, read_texts
 from _bench_report import plot_pareto, show_trees
 from _draft_simulation import Chart, Drafts, Positions, Rounds, chart_rounds, read_positions, simulate
 

@@ -26,14 +26,18 @@ def fill_tables(text: str, report: dict[str, Any]) -> str:
     """The document with the figures of a report in it.
 
     Raises:
-        ValueError: it has no table that they belong into.
+        ValueError: none of its tables is for an operation of the report.
     """
     known = {row["op"] for row in report["rows"]}
     if not known & {match[2] for match in _TABLE.finditer(text)}:
         message = f"the document has no table of {', '.join(sorted(known)) or 'anything'} in the report"
         raise ValueError(message)
-    fill = lambda match: match[1] + markdown_table(report, match[2]) + match[3]  # noqa: E731
-    return _TABLE.sub(lambda match: fill(match) if match[2] in known else match[0], text)
+
+    def fill(table: re.Match[str]) -> str:
+        head, op, end = table.groups()
+        return head + markdown_table(report, op) + end if op in known else table[0]
+
+    return _TABLE.sub(fill, text)
 
 
 def markdown_table(report: dict[str, Any], op: str) -> str:

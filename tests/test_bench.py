@@ -20,14 +20,13 @@ from _bench_acceptance import (
     Setting,
     Timing,
     bootstrap_interval,
-    choose_documents,
     compare_methods,
     distinct_share,
-    encode_prompts,
     list_settings,
     make_figures,
     share_by_group,
 )
+from _bench_prompts import choose_documents, encode_prompts
 from bench import main
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from pallas_kernels import reference, top_k
 
 LONG = (1 << 14) + 77
 FEW = np.float32((-np.inf, -3.5, -0.0, 0.0, 1.0, 2.5, 3e38, np.inf))
-KINDS = ("random", "few", "equal", "nothing", "coarse", "ascending", "crowded")
+KINDS = ("random", "few", "equal", "nothing", "coarse", "ascending", "crowded", "tied")
 
 
 def draw_rows(kind: str, rows: int, vocab: int, seed: int) -> np.ndarray:
@@ -35,6 +35,10 @@ def draw_rows(kind: str, rows: int, vocab: int, seed: int) -> np.ndarray:
         case "crowded":  # the best in groups of neighbours, and in a group of the GPU's kernels
             x[:, 100:600] += 50
             x[:, 3::4096] += 100
+        case "tied":  # fewer than k above a tie of all the others, which are too many to rank
+            above = x[:, :: max(1, vocab // 40)].copy()
+            x[:] = -5.0
+            x[:, :: max(1, vocab // 40)] = above
     return x
 
 

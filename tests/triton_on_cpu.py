@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_SECOND = ("triton", "pallas_kernels.triton_gdn_kernel", "pallas_kernels.triton_attention_kernel")
-_SECOND += ("pallas_kernels.triton_top_k_kernel",)
+_SECOND = ("triton", *(f"pallas_kernels.triton_{op}_kernel" for op in ("gdn", "attention", "top_k")))
 
 
 class _Pointer:
@@ -86,7 +85,8 @@ def _stand_in() -> ModuleType:
 
         def run(*arrays: jax.Array) -> list[np.ndarray]:
             inputs = [np.array(x) for x in arrays]
-            outputs = [np.full(x.shape, np.nan if np.dtype(x.dtype).kind in "fV" else 77, x.dtype) for x in shapes]
+            fills = [np.nan if jax.dtypes.issubdtype(x.dtype, np.floating) else 77 for x in shapes]
+            outputs = [np.full(x.shape, fill, x.dtype) for x, fill in zip(shapes, fills, strict=True)]
             for source, place in (input_output_aliases or {}).items():
                 outputs[place] = inputs[source]
             kernel[grid](*map(_Pointer, (*inputs, *outputs)), **sizes)

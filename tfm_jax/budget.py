@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import jax.numpy as jnp
@@ -130,19 +131,26 @@ def read_costs(path: Path) -> Costs:
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         require(values["format"] == _FORMAT, f"{path} has another format than {_FORMAT}; calibrate again.")
-        lists = [values[name] for name in ("budgets", "seconds", "fixed_seconds")]
-        step, context = values["step_seconds"], values["context"]
-        numbers = [number for part in lists for number in part] + [step, context]
-        whole = all(isinstance(number, int) for number in (*lists[0], context))
-        usable = all(isinstance(part, list) for part in lists) and whole
-        usable = usable and all(isinstance(x, int | float) and abs(x) <= _MOST for x in numbers)
-        require(usable, f"{path} is no cost table (numbers: {lists}, {step}, {context}); calibrate again.")
-        names: list[Any] = [str(values[name]) for name in ("method", "device", "dtype")]
-        seconds, fixed = (tuple(map(float, part)) for part in lists[1:])
-        return Costs(tuple(lists[0]), seconds, float(step), fixed, *names, context=context)
+        budgets, context = _numbers(values["budgets"], int), _numbers([values["context"]], int)
+        seconds, fixed = (tuple(map(float, _numbers(values[name]))) for name in ("seconds", "fixed_seconds"))
+        step = _numbers([values["step_seconds"]])
+        names = [values[name] for name in ("method", "device", "dtype")]
+        return Costs(budgets, seconds, float(*step), fixed, *names, *context)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         message = f"{path} is no cost table ({type(error).__name__}: {error}); calibrate again."
         raise TfmError(message) from error
+
+
+def _numbers(values: Any, kind: type | UnionType = int | float) -> tuple[Any, ...]:  # noqa: ANN401 - what JSON holds
+    """The numbers of a list.
+
+    Raises:
+        ValueError: it is no list, or holds something else, or more than a table may.
+    """
+    if not isinstance(values, list) or not all(isinstance(x, kind) and abs(x) <= _MOST for x in values):
+        message = f"{values!r:.60} instead of numbers"
+        raise ValueError(message)
+    return tuple(values)
 
 
 def promised_tokens(scores: Float[Array, "batch nodes"], budgets: tuple[int, ...]) -> Float[Array, "batch budgets"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import SupportsIndex
 
 import tokenizers
 from tokenizers.decoders import DecodeStream
@@ -126,7 +125,9 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     require(are_ids, f"a prompt is {token_ids!r:.40}; give a list of token ids for each, as `tokenizer.encode` makes.")
     require(len(token_ids) > 0, "the prompt is empty; give at least one token.")
     for index, token_id in enumerate(token_ids):
-        known = f"the model knows 0 to {vocab_size - 1}"
-        whole = isinstance(token_id, SupportsIndex) and not isinstance(token_id, float)
-        require(whole, f"token id {token_id!r:.40} at position {index} is no whole number; {known}.")
-        require(0 <= token_id < vocab_size, f"token id {token_id} at position {index} is out of range; {known}.")
+        is_whole = hasattr(token_id, "__index__")
+        if not is_whole or not 0 <= token_id < vocab_size:
+            wrong = "out of range" if is_whole else "no whole number"
+            known = f"the model knows 0 to {vocab_size - 1}"
+            message = f"token id {token_id!r:.40} at position {index} is {wrong}; {known}."
+            raise TfmError(message)
